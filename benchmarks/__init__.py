@@ -1,0 +1,1 @@
+"""Ratios against peers, each printed by one command."""

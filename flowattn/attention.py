@@ -1,0 +1,237 @@
+r"""L2 self-attention as pure functions of the projected tokens z of each head.
+
+.. math:: m_i = \sum_j P_{ij} z_j, \qquad
+    P_{ij} = \operatorname{softmax}_j\bigl(b_{ij} - \|z_i - z_j\|^2 / s\bigr), \qquad s = \sqrt d
+
+Every function takes the same three arguments: the tokens `z` [..., N, d], an additive `bias` that broadcasts
+to [..., N, N] (position bias and padding; ``HIDDEN`` hides a key), and `causal`, which hides the keys after
+the query. A token always sees itself. Derivatives are closed forms, so they need no autograd, run under
+inference mode, and can be differentiated again.
+
+References:
+    | The Lipschitz Constant of Self-Attention (Kim, Papamakarios, Mnih, 2021)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from flowattn.kernel import HIDDEN, causal_bias, dot_product_attention
+
+__all__ = [
+    "HIDDEN",
+    "attention_weights",
+    "diagonal_blocks",
+    "dot_product_attention",
+    "into_ball",
+    "into_ball_jacobian",
+    "into_ball_jvp",
+    "jacobian_blocks",
+    "l2_attention",
+    "l2_attention_jvp",
+]
+
+
+def into_ball(
+    y: Float[Tensor, "*batch tokens width"], radius: Float[Tensor, "*#batch #tokens #width"] | float
+) -> Float[Tensor, "*batch tokens width"]:
+    r"""Maps all of space into the ball of radius R, stretching nothing.
+
+    .. math:: z = y / \sqrt{1 + \|y\|^2 / R^2}
+
+    Example:
+        >>> into_ball(torch.tensor([[9.0, 12.0]]), radius=20.0)
+        tensor([[7.2000, 9.6000]])
+    """
+    return y * torch.rsqrt(1 + (y / radius).square().sum(-1, keepdim=True))
+
+
+def into_ball_jacobian(
+    z: Float[Tensor, "*batch tokens width"], radius: Float[Tensor, "*#batch #tokens #width"] | float
+) -> Float[Tensor, "*batch tokens width width"]:
+    r"""The Jacobian of `into_ball`, written in its output z.
+
+    .. math:: G = \sqrt{1 - \|z\|^2 / R^2}\, (I - z z^T / R^2)
+    """
+    unit = z / radius
+    identity = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
+    shrink = (1 - unit.square().sum(-1)).clamp_min(0).sqrt()
+    return shrink[..., None, None] * (identity - unit.unsqueeze(-1) * unit.unsqueeze(-2))
+
+
+def into_ball_jvp(
+    z: Float[Tensor, "*batch tokens width"],
+    dy: Float[Tensor, "*batch tokens width"],
+    radius: Float[Tensor, "*#batch #tokens #width"] | float,
+) -> Float[Tensor, "*batch tokens width"]:
+    """The derivative of `into_ball` along dy, written in its output z."""
+    unit = z / radius
+    shrink = (1 - unit.square().sum(-1, keepdim=True)).clamp_min(0).sqrt()
+    return shrink * (dy - unit * (unit * dy).sum(-1, keepdim=True))
+
+
+def attention_weights(
+    z: Float[Tensor, "*batch tokens width"],
+    bias: Float[Tensor, "*_ #tokens tokens"] | None = None,
+    *,
+    causal: bool = False,
+) -> Float[Tensor, "*batch tokens tokens"]:
+    r"""The weights P: how much token i takes from token j.
+
+    Cost: O(N^2 d) time, O(N^2) memory.
+
+    Example:
+        >>> attention_weights(torch.tensor([[0.0], [0.0], [99.0]]))[0]
+        tensor([0.5000, 0.5000, 0.0000])
+    """
+    return _weights(_centred(z, causal)[0], bias, causal)
+
+
+def l2_attention(
+    z: Float[Tensor, "*batch tokens width"],
+    bias: Float[Tensor, "*_ #tokens tokens"] | None = None,
+    *,
+    causal: bool = False,
+) -> Float[Tensor, "*batch tokens width"]:
+    r"""Averages the tokens, each weighted by its distance.
+
+    .. math:: m_i = \sum_j P_{ij} z_j
+
+    Differentiable any number of times: the first backward pass is the fused kernel's own, later ones and
+    forward mode go through the closed forms below.
+
+    Cost: O(N^2 d) time, O(N d) memory as long as the bias has one row.
+
+    Example:
+        >>> l2_attention(torch.tensor([[0.0], [2.0], [99.0]]), torch.tensor([0.0, 4.0, 0.0]).expand(3, 3))[0]
+        tensor([1.])
+    """
+    z, centre = _centred(z, causal)
+    width, s = z.shape[-1], math.sqrt(z.shape[-1])
+    key_term = z.square().sum(-1) * (-1 / s)
+    if bias is not None and bias.shape[-2] == 1:
+        key_term, bias = key_term + bias.squeeze(-2), None
+    if bias is None and not causal and not z.requires_grad:
+        return dot_product_attention(z * (2 / s), z, z, key_term.unsqueeze(-2)) + centre
+    # A mask that needs a gradient pushes torch off its fast kernel, and a mask next to `is_causal` is refused. So
+    # the term of the keys rides in one more column, padded to a width the kernel likes.
+    spare = -(width + 1) % 8
+    queries = F.pad(F.pad(z * (2 / s), (0, 1), value=1.0), (0, spare))
+    keys = F.pad(torch.cat([z, key_term.unsqueeze(-1)], -1), (0, spare))
+    values = F.pad(z, (0, spare + 1))
+    return dot_product_attention(queries, keys, values, bias, causal=causal)[..., :width] + centre
+
+
+def l2_attention_jvp(
+    z: Float[Tensor, "*batch tokens width"],
+    dz: Float[Tensor, "*batch tokens width"],
+    bias: Float[Tensor, "*_ #tokens tokens"] | None = None,
+    *,
+    causal: bool = False,
+) -> tuple[Float[Tensor, "*batch tokens width"], Float[Tensor, "*batch tokens width"]]:
+    r"""The output m and its directional derivative along dz.
+
+    .. math:: dm_i = \sum_j P_{ij} dz_j + \sum_j P_{ij}\, dL_{ij} (z_j - m_i), \qquad
+        dL_{ij} = -\tfrac2s (z_i - z_j)^T (dz_i - dz_j)
+
+    Cost: O(N^2 d) time, O(N^2) memory.
+    """
+    z, centre = _centred(z, causal)
+    P = _weights(z, bias, causal)
+    m = P @ z
+    return m + centre, _jvp(z, dz, P, m)
+
+
+def diagonal_blocks(
+    z: Float[Tensor, "*batch tokens width"],
+    bias: Float[Tensor, "*_ #tokens tokens"] | None = None,
+    *,
+    causal: bool = False,
+) -> tuple[Float[Tensor, "*batch tokens width"], Float[Tensor, "*batch tokens width width"]]:
+    r"""The output m and the diagonal blocks of its Jacobian.
+
+    .. math:: \partial m_i / \partial z_i = P_{ii} I + \tfrac2s \operatorname{Cov}_i, \qquad
+        \operatorname{Cov}_i = \sum_k P_{ik} (z_k - m_i)(z_k - m_i)^T
+
+    The second moments are one more average, of values d^2 wide.
+
+    Cost: O(N^2 d^2) time, O(N^2 + N d^2) memory.
+    """
+    z, centre = _centred(z, causal)
+    P = _weights(z, bias, causal)
+    m, covariance = _moments(P, z)
+    blocks = covariance * (2 / math.sqrt(z.shape[-1]))
+    blocks = blocks + torch.diag_embed(P.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).expand_as(z))
+    return m + centre, blocks
+
+
+def jacobian_blocks(
+    z: Float[Tensor, "*batch tokens width"],
+    bias: Float[Tensor, "*_ #tokens tokens"] | None = None,
+    *,
+    causal: bool = False,
+) -> tuple[Float[Tensor, "*batch tokens width"], Float[Tensor, "*batch tokens tokens width width"]]:
+    r"""The output m and all blocks of its Jacobian, block [i, j] being that of row i after token j.
+
+    .. math:: \partial m_i / \partial z_j = P_{ij}\bigl(I + \tfrac2s (z_j - m_i)(z_i - z_j)^T\bigr)
+        + [i = j]\, \tfrac2s \operatorname{Cov}_i
+
+    Cost: O(N^2 d^2) time and memory.
+    """
+    z, centre = _centred(z, causal)
+    width = z.shape[-1]
+    P = _weights(z, bias, causal)
+    m, covariance = _moments(P, z)
+    to_key = z.unsqueeze(-3) - m.unsqueeze(-2)
+    apart = z.unsqueeze(-2) - z.unsqueeze(-3)
+    identity = torch.eye(width, dtype=z.dtype, device=z.device)
+    outer = to_key.unsqueeze(-1) * apart.unsqueeze(-2) * (2 / math.sqrt(width))
+    blocks = P[..., None, None] * (identity + outer)
+    tokens = torch.eye(z.shape[-2], dtype=z.dtype, device=z.device)
+    own = covariance.unsqueeze(-3) * (2 / math.sqrt(width))
+    return m + centre, blocks + tokens[..., None, None] * own
+
+
+def _centred(z: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Moves the tokens near the origin, and says from where.
+
+    The weights do not change when all tokens move together, but |z|^2 loses its digits far from the origin.
+    Under a causal mask the first token is the reference: the mean would let later tokens in by rounding.
+    """
+    centre = (z[..., :1, :] if causal else z.mean(-2, keepdim=True)).detach()
+    return z - centre, centre
+
+
+def _weights(z: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    # |z_i|^2 is the same for every key, so the softmax does not need it.
+    s = math.sqrt(z.shape[-1])
+    keys = torch.cat([z, z.square().sum(-1, keepdim=True)], -1)
+    queries = F.pad(z * (2 / s), (0, 1), value=-1 / s)
+    logits = queries @ keys.mT
+    if bias is not None:
+        logits = logits + bias
+    if causal:
+        logits = causal_bias(logits)
+    return logits.softmax(-1)
+
+
+def _moments(P: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    width = z.shape[-1]
+    squares = (z.unsqueeze(-1) * z.unsqueeze(-2)).flatten(-2)
+    m, second = (P @ torch.cat([z, squares], -1)).split([width, width * width], -1)
+    return m, second.unflatten(-1, (width, width)) - m.unsqueeze(-1) * m.unsqueeze(-2)
+
+
+def _jvp(z: Tensor, dz: Tensor, P: Tensor, m: Tensor) -> Tensor:
+    # Terms of dL that are the same for every key drop out: what is left is one product.
+    s = math.sqrt(z.shape[-1])
+    queries = F.pad(torch.cat([dz, z], -1), (0, 1), value=-1.0)
+    keys = torch.cat([z, dz, (z * dz).sum(-1, keepdim=True)], -1)
+    change = queries @ keys.mT * (2 / s)
+    weighted = P * change
+    return P @ dz + weighted @ z - weighted.sum(-1, keepdim=True) * m

@@ -1,0 +1,73 @@
+"""Refuses wrong input, in words: the argument, the rule and the value."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def can_look() -> bool:
+    """Whether values may be looked at: not while torch.compile or a transform of torch.func is tracing."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def check_positive(**sizes: int) -> None:
+    """Raises unless every named size is a whole number of at least 1."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1; got {name}={size!r}.")
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raises unless the value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {name}={value!r}.")
+
+
+def check_tokens(name: str, x: Tensor, features: int) -> None:
+    """Raises unless x is a batch of sequences of tokens with so many features."""
+    if x.ndim != 3 or x.shape[-1] != features:
+        raise ValueError(f"{name} must have shape [batch, tokens, {features}]; got {list(x.shape)}.")
+    if not x.is_floating_point():
+        raise ValueError(f"{name} must be of a floating-point type; got {x.dtype}.")
+
+
+def check_mask(mask: Tensor, x: Tensor) -> None:
+    """Raises unless the mask is boolean with one entry per token of x."""
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be boolean, True at real tokens; got dtype {mask.dtype}.")
+    if mask.shape != x.shape[:2]:
+        raise ValueError(f"mask must have shape [batch, tokens] = {list(x.shape[:2])}; got {list(mask.shape)}.")
+
+
+def check_context(context: Tensor | None, x: Tensor, context_features: int | None) -> None:
+    """Raises unless the context is as wide as was announced, one row per sequence or per token of x."""
+    if context is None:
+        if context_features is not None:
+            raise ValueError(f"context is missing: it must have context_features={context_features} columns.")
+        return
+    if context_features is None:
+        raise ValueError("context must be None, because context_features was not given; got a tensor.")
+    fits = (
+        context.ndim in (2, 3)
+        and context.shape[-1] == context_features
+        and context.shape[:-1] in (x.shape[:1], x.shape[:2])
+    )
+    if not fits:
+        raise ValueError(
+            f"context must have shape [batch, {context_features}] or [batch, tokens, {context_features}] with "
+            f"[batch, tokens] = {list(x.shape[:2])}; got {list(context.shape)}."
+        )
+    check_finite("context", context)
+
+
+def check_finite(name: str, x: Tensor) -> None:
+    """Raises at the first value that is infinite or not a number."""
+    if not can_look():
+        return
+    if torch.isfinite(x.detach().sum()):  # one pass; a sum that overflows is looked at again
+        return
+    bad = ~torch.isfinite(x.detach())
+    if bad.any():
+        index = bad.nonzero()[0].tolist()
+        raise ValueError(f"{name} must be finite; got {x[tuple(index)].item()} at index {index}.")

@@ -1,0 +1,195 @@
+"""What every contraction is: a map of tokens that knows its Lipschitz bound and its derivatives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from flowattn.checks import check_context, check_finite, check_mask, check_tokens
+from flowattn.contractions.blocks import DenseBlocks, TokenBlocks
+from flowattn.lipschitz.norms import Norm, check_norm
+
+#: What the Jacobian looks like over tokens: block-diagonal, block lower triangular, or full.
+Structure = Literal["tokenwise", "causal", "dense"]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def full_precision(method: Method) -> Method:
+    """Runs a method outside autocast, on float32 where it was given less: a bound that is rounded is none."""
+
+    def full(value: Any) -> Any:
+        half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+        return value.float() if half else value
+
+    @functools.wraps(method)
+    def wrapper(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled(x.device.type):
+            return method(self, x, *args, **kwargs)
+        with torch.autocast(x.device.type, enabled=False):
+            return method(self, full(x), *map(full, args), **{k: full(v) for k, v in kwargs.items()})
+
+    return wrapper  # type: ignore[return-value]
+
+
+class Contraction(nn.Module):
+    r"""A map f of tokens [B, N, D] whose Lipschitz constant is at most `coefficient`, at all times.
+
+    .. math:: f(X)_i = \frac{c}{\max(c, L_i)}\, g(X)_i
+
+    g is the free map of the subclass and L_i a bound of its row i. The bound is computed anew in every call, so
+    there is nothing to update after an optimiser's step or a loaded state, and gradients flow through it. With
+    ``coefficient=None`` f is g. `mask` [B, N] is True at real tokens: padding is not read, its rows are zero.
+    `context` [B, C] or [B, N, C] shifts g from inside, which changes no Lipschitz constant.
+
+    A subclass gives `free`, `row_bounds` and `structure`, and closed forms of the derivatives where it has them:
+    `free_jvp`, `free_diagonal`, `free_jacobian`. The defaults differentiate automatically.
+    """
+
+    structure: Structure
+    norm: Norm = "token"
+    max_tokens: int | None = None
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        coefficient: float | None,
+        out_features: int | None = None,
+        context_features: int | None = None,
+    ) -> None:
+        super().__init__()
+        if coefficient is not None and not 0 < coefficient < 1:
+            raise ValueError(f"coefficient must be None or between 0 and 1; got coefficient={coefficient}.")
+        self.features = features
+        self.out_features = features if out_features is None else out_features
+        self.context_features = context_features
+        self.coefficient = coefficient
+
+    # -- what a subclass gives
+
+    def free(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
+        """The map before it is scaled. Rows of padding may hold anything."""
+        raise NotImplementedError
+
+    def row_bounds(self, num_tokens: int, mask: Tensor | None = None, norm: Norm = "token") -> Tensor:
+        """Bounds L_i of the rows of the free map: [N], [1] if all are the same, or [B, N] with a mask."""
+        raise NotImplementedError
+
+    def whole_bound(self, rows: Tensor, norm: Norm) -> Tensor:
+        """The bound of the whole map from those of its rows."""
+        return rows.amax(-1)
+
+    def free_jvp(self, x: Tensor, v: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The free map and its derivative along v."""
+        value, change = torch.func.jvp(lambda x: self.free(x, mask, context), (x,), (v,))  # type: ignore[misc]
+        return value, change
+
+    def free_diagonal(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, TokenBlocks]:
+        """The free map and the diagonal blocks of its Jacobian."""
+        if self.structure != "tokenwise":
+            value, jacobian = self.free_jacobian(x, mask, context)
+            return value, DenseBlocks(jacobian.diagonal(dim1=1, dim2=3).movedim(-1, 1))
+        value, pull = torch.func.vjp(lambda x: self.free(x, mask, context), x)  # type: ignore[misc]
+        rows = torch.eye(self.out_features, dtype=x.dtype, device=x.device)
+        cotangents = rows[:, None, None].expand(-1, *value.shape[:2], -1)
+        (jacobian,) = torch.func.vmap(pull)(cotangents)
+        return value, DenseBlocks(jacobian.movedim(0, 2))
+
+    def free_jacobian(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The free map and its Jacobian [B, N, D_out, N, D_in]."""
+        if self.structure == "tokenwise":
+            value, blocks = self.free_diagonal(x, mask, context)
+            return value, torch.diag_embed(blocks.dense().movedim(1, -1), dim1=1, dim2=3)
+        value, pull = torch.func.vjp(lambda x: self.free(x, mask, context), x)  # type: ignore[misc]
+        tokens, features = value.shape[1:]
+        rows = torch.eye(tokens * features, dtype=x.dtype, device=x.device).unflatten(-1, (tokens, features))
+        (jacobian,) = torch.func.vmap(pull)(rows[:, None].expand(-1, len(x), -1, -1))
+        return value, jacobian.movedim(0, 1).unflatten(1, (tokens, features))
+
+    # -- what everybody else calls
+
+    @full_precision
+    def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+        """The map f."""
+        x, context = self._checked(x, mask, context)
+        return self._scaled(self.free(x, mask, context), mask)
+
+    @full_precision
+    def jvp(
+        self, x: Tensor, v: Tensor, mask: Tensor | None = None, context: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The map f and its derivative along v, [B, N, D] both."""
+        x, context = self._checked(x, mask, context)
+        if mask is not None:
+            v = v.masked_fill(~mask.unsqueeze(-1), 0)
+        value, change = self.free_jvp(x, v, mask, context)
+        scale = self.scale(x.shape[1], mask).unsqueeze(-1)
+        return value * scale, change * scale
+
+    @full_precision
+    def forward_and_diagonal(
+        self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None
+    ) -> tuple[Tensor, TokenBlocks]:
+        """The map f and the diagonal blocks J_ii of its Jacobian, those of padding zero."""
+        x, context = self._checked(x, mask, context)
+        value, blocks = self.free_diagonal(x, mask, context)
+        scale = self.scale(x.shape[1], mask)
+        return value * scale.unsqueeze(-1), blocks.scaled(scale)
+
+    @full_precision
+    def forward_and_jacobian(
+        self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The map f and its Jacobian [B, N, D_out, N, D_in], zero at padding."""
+        x, context = self._checked(x, mask, context)
+        value, jacobian = self.free_jacobian(x, mask, context)
+        scale = self.scale(x.shape[1], mask).unsqueeze(-1)
+        return value * scale, jacobian * scale[..., None, None]
+
+    def scale(self, num_tokens: int, mask: Tensor | None = None) -> Tensor:
+        """What row i of the free map is multiplied with: [N], [1], or [B, N] with a mask, zero at padding."""
+        if self.coefficient is None:
+            scale = next(self.parameters()).new_ones(1)
+        else:
+            bounds = self.row_bounds(num_tokens, mask, self.norm)
+            target = self.coefficient * (1 - 4 * torch.finfo(bounds.dtype).eps)  # rounded, still at most c
+            scale = target / bounds.clamp_min(target)
+        return scale if mask is None else scale * mask
+
+    def lipschitz_bound(self, num_tokens: int, norm: Norm = "token") -> Tensor:
+        """An upper bound of the Lipschitz constant of f on sequences of so many tokens."""
+        check_norm(norm)
+        self._check_length(num_tokens)
+        rows = self.row_bounds(num_tokens, None, norm) * self.scale(num_tokens)
+        return self.whole_bound(rows.expand(num_tokens), norm)
+
+    def _scaled(self, value: Tensor, mask: Tensor | None) -> Tensor:
+        if self.coefficient is None and mask is None:
+            return value
+        return value * self.scale(value.shape[1], mask).unsqueeze(-1)
+
+    def _checked(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        check_tokens("x", x, self.features)
+        self._check_length(x.shape[1])
+        if mask is not None:
+            check_mask(mask, x)
+            x = x.masked_fill(~mask.unsqueeze(-1), 0)
+        check_finite("x", x)
+        check_context(context, x, self.context_features)
+        if context is not None and context.ndim == 2:
+            context = context.unsqueeze(1)
+        return x, context
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens < 1:
+            raise ValueError(f"there must be at least one token; got num_tokens={num_tokens}.")
+        if self.max_tokens is not None and num_tokens > self.max_tokens:
+            raise ValueError(f"a sequence may have at most max_tokens={self.max_tokens} tokens; got {num_tokens}.")
+
+    def extra_repr(self) -> str:
+        return f"features={self.features}, coefficient={self.coefficient}, structure={self.structure!r}"

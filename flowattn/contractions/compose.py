@@ -1,0 +1,124 @@
+"""Chains of maps: lift narrow tokens, attend where there is room, and come back."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import torch
+from torch import Tensor, nn
+
+from flowattn.contractions.base import Contraction, Structure
+from flowattn.contractions.blocks import DenseBlocks, TokenBlocks
+from flowattn.lipschitz.norms import Norm
+
+
+class Compose(Contraction):
+    r"""The chain :math:`f = c\, g_K \circ \dots \circ g_1 / \max(c, L)`, applied from left to right.
+
+    The bound is the product of the parts' bounds, row by row; the Jacobian is the product of theirs, so it is
+    tokenwise, causal or dense as the least of them. The parts are usually free (``coefficient=None``), and have any
+    widths inside.
+
+    Example:
+        >>> from flowattn.contractions import L2SelfAttention, TokenLinear
+        >>> lift, back = TokenLinear(2, 32), TokenLinear(32, 2)
+        >>> f = Compose(lift, L2SelfAttention(32, 4, coefficient=None), back, coefficient=0.9)
+        >>> f(torch.randn(3, 5, 2)).shape, f.structure
+        (torch.Size([3, 5, 2]), 'dense')
+    """
+
+    def __init__(self, *parts: Contraction, coefficient: float | None = 0.97) -> None:
+        if not parts:
+            raise ValueError("parts must hold at least one map; got none.")
+        for k, (one, other) in enumerate(itertools.pairwise(parts)):
+            if one.out_features != other.features:
+                raise ValueError(
+                    f"each part must take what the one before it gives; got part {k} with "
+                    f"out_features={one.out_features} before part {k + 1} with features={other.features}."
+                )
+        widths = {p.context_features for p in parts if p.context_features is not None}
+        if len(widths) > 1:
+            raise ValueError(f"all parts must have the same context_features; got {sorted(widths)}.")
+        if any(p.norm != "token" for p in parts if p.coefficient is not None):
+            raise ValueError(
+                "parts that are scaled must be scaled in norm='token'; bounds in other norms do not chain."
+            )
+        super().__init__(
+            parts[0].features,
+            coefficient=coefficient,
+            out_features=parts[-1].out_features,
+            context_features=widths.pop() if widths else None,
+        )
+        self.parts = nn.ModuleList(parts)
+        self.structure = functools.reduce(join, (p.structure for p in parts))
+        lengths = [p.max_tokens for p in parts if p.max_tokens is not None]
+        self.max_tokens = min(lengths) if lengths else None
+
+    def free(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
+        for part in self.parts:
+            x = part(x, mask, self._for(part, context))
+        return x
+
+    def free_jvp(self, x: Tensor, v: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        for part in self.parts:
+            assert isinstance(part, Contraction)
+            x, v = part.jvp(x, v, mask, self._for(part, context))
+        return x, v
+
+    def free_diagonal(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, TokenBlocks]:
+        if self.structure == "dense":
+            return super().free_diagonal(x, mask, context)
+        product: Tensor | None = None
+        for part in self.parts:
+            assert isinstance(part, Contraction)
+            x, blocks = part.forward_and_diagonal(x, mask, self._for(part, context))
+            product = blocks.dense() if product is None else blocks.dense() @ product
+        assert product is not None
+        return x, DenseBlocks(product)
+
+    def free_jacobian(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        product: Tensor | None = None
+        for part in self.parts:
+            assert isinstance(part, Contraction)
+            if part.structure == "tokenwise" and product is not None:
+                x, blocks = part.forward_and_diagonal(x, mask, self._for(part, context))
+                product = torch.einsum("bnij,bnjmk->bnimk", blocks.dense(), product)
+                continue
+            x, J = part.forward_and_jacobian(x, mask, self._for(part, context))
+            product = J if product is None else torch.einsum("bnipj,bpjmk->bnimk", J, product)
+        assert product is not None
+        return x, product
+
+    def row_bounds(self, num_tokens: int, mask: Tensor | None = None, norm: Norm = "token") -> Tensor:
+        rows: Tensor | None = None
+        for part in self.parts:
+            assert isinstance(part, Contraction)
+            if norm == "token":
+                own = part.row_bounds(num_tokens, mask) * part.scale(num_tokens, mask)
+            else:
+                own = part.lipschitz_bound(num_tokens, norm).unsqueeze(0)
+            rows = own if rows is None else own * _seen(rows, part.structure)
+        assert rows is not None
+        return rows
+
+    def _for(self, part: nn.Module, context: Tensor | None) -> Tensor | None:
+        return context if part.context_features is not None else None
+
+    def extra_repr(self) -> str:
+        return f"coefficient={self.coefficient}, structure={self.structure!r}"
+
+
+def join(one: Structure, other: Structure) -> Structure:
+    """The structure of a product of Jacobians: the least special of the two."""
+    order: tuple[Structure, ...] = ("tokenwise", "causal", "dense")
+    return max(one, other, key=order.index)
+
+
+def _seen(rows: Tensor, structure: Structure) -> Tensor:
+    """The largest bound among the rows that each row of the next part sees."""
+    if structure == "tokenwise":
+        return rows
+    if structure == "causal":
+        return rows.cummax(-1).values
+    return rows.amax(-1, keepdim=True)

@@ -1,0 +1,129 @@
+"""Torch's fused attention, with derivatives of every order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+#: The bias that hides a key. Finite, so that a row without any visible key is no NaN.
+HIDDEN = -1e30
+
+
+def dot_product_attention(
+    q: Float[Tensor, "*batch tokens width"],
+    k: Float[Tensor, "*batch tokens width"],
+    v: Float[Tensor, "*batch tokens width"],
+    bias: Float[Tensor, "*_ #tokens tokens"] | None = None,
+    *,
+    causal: bool = False,
+) -> Float[Tensor, "*batch tokens width"]:
+    r"""Averages the values, :math:`\operatorname{softmax}_j(b_{ij} + q_i \cdot k_j)\, v_j`, without any scale.
+
+    The fused kernel has one backward pass, and neither a second nor a forward-mode derivative. Here the first
+    backward pass is the kernel's, and everything else goes through closed forms, at O(N^2) memory.
+
+    Example:
+        >>> q = torch.zeros(3, 1)
+        >>> dot_product_attention(q, q, torch.tensor([[0.0], [3.0], [6.0]]))[0]
+        tensor([3.])
+    """
+    if bias is not None:
+        bias = bias.reshape((1,) * (q.ndim - bias.ndim) + bias.shape)
+        if causal:
+            bias, causal = causal_bias(bias.expand(*bias.shape[:-2], q.shape[-2], -1)), False
+    if torch.compiler.is_compiling():  # the compiler differentiates by itself, and once is all it offers
+        return _fused(q, k, v, bias, causal)
+    m: Tensor = _Attention.apply(q, k, v, bias, causal, [] if torch.is_grad_enabled() else None)
+    return m
+
+
+def causal_bias(
+    bias: Float[Tensor, "*batch tokens tokens"],
+) -> Float[Tensor, "*batch tokens tokens"]:
+    """Hides the keys after each query."""
+    return bias.masked_fill(torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).triu(1), HIDDEN)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    if q.ndim != 4:  # the fused kernels exist for [batch, heads, tokens, width] only
+        if bias is not None:
+            bias = bias.expand(*q.shape[:-2], *bias.shape[-2:]).reshape(-1, 1, *bias.shape[-2:])
+        q, k, folded = (t.reshape(-1, 1, *t.shape[-2:]) for t in (q, k, v))
+        return _fused(q, k, folded, bias, causal).reshape(v.shape)
+    if bias is not None:
+        bias = bias.expand(-1, -1, q.shape[-2], -1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=1.0)
+
+
+def _weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    logits = q @ k.mT
+    if bias is not None:
+        logits = logits + bias
+    return (causal_bias(logits) if causal else logits).softmax(-1)
+
+
+class _Attention(torch.autograd.Function):
+    """`_fused`, whose own autograd graph travels in `graph` from forward to backward.
+
+    There it serves, unless the gradient is itself to be differentiated. With None nothing is kept.
+    """
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, graph: list[Any] | None) -> Tensor:
+        inputs = (q, k, v, bias)
+        if graph is None or not any(t is not None and t.requires_grad for t in inputs):
+            return _fused(q, k, v, bias, causal)
+        with torch.enable_grad():
+            inner = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
+            m = _fused(*inner, causal)  # type: ignore[call-arg, arg-type]
+        graph[:] = [m, inner]
+        return m.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.causal, ctx.graph = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        if ctx.graph and not torch.is_grad_enabled():
+            m, inner = ctx.graph
+            leaves = [t for t in inner if t is not None and t.requires_grad]
+            grads = iter(torch.autograd.grad(m, leaves, g, retain_graph=True))
+            return *(next(grads) if t is not None and t.requires_grad else None for t in inner), None, None
+        q, k, v, bias = ctx.saved_tensors
+        P = _weights(q, k, bias, ctx.causal)
+        dlogits = P * (g @ v.mT - (g * (P @ v)).sum(-1, keepdim=True))
+        dbias = dlogits.sum_to_size(bias.shape) if bias is not None and ctx.needs_input_grad[3] else None
+        return dlogits @ k, dlogits.mT @ q, P.mT @ g, dbias, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, dbias: Tensor | None, *_: None) -> Tensor:
+        q, k, v, bias = ctx.saved_tensors
+        P = _weights(q, k, bias, ctx.causal)
+        change = q.new_zeros(())
+        if dq is not None:
+            change = change + dq @ k.mT
+        if dk is not None:
+            change = change + q @ dk.mT
+        if dbias is not None:
+            change = change + dbias
+        weighted = P * change
+        dm = weighted @ v - weighted.sum(-1, keepdim=True) * (P @ v)
+        return dm if dv is None else dm + P @ dv
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        def front(t: Tensor | None, dim: int | None) -> Tensor | None:
+            if t is None:
+                return None
+            return t.unsqueeze(0) if dim is None else t.movedim(dim, 0)
+
+        q, k, v, bias = (front(t, dim) for t, dim in zip(args[:4], in_dims[:4], strict=True))
+        q, k, v = (t.expand(info.batch_size, *t.shape[1:]) for t in (q, k, v) if t is not None)
+        return _Attention.apply(q, k, v, bias, *args[4:]), 0

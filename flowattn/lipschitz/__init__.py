@@ -1,0 +1,28 @@
+"""How far can a map stretch? Norms, proven upper bounds, and measured lower bounds of Lipschitz constants."""
+
+from flowattn.lipschitz.bounds import (
+    attention_stretch,
+    ball_stretch,
+    infinity_bound,
+    published_infinity_bound,
+    published_two_norm_bound,
+    token_bound,
+    visible_weight,
+)
+from flowattn.lipschitz.lambert import lambert_w0
+from flowattn.lipschitz.norms import Norm, sequence_norm, spectral_norm_bound, token_norm
+
+__all__ = [
+    "Norm",
+    "attention_stretch",
+    "ball_stretch",
+    "infinity_bound",
+    "lambert_w0",
+    "published_infinity_bound",
+    "published_two_norm_bound",
+    "sequence_norm",
+    "spectral_norm_bound",
+    "token_bound",
+    "token_norm",
+    "visible_weight",
+]
