@@ -15,6 +15,7 @@ References:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,7 @@ __all__ = [
     "jacobian_blocks",
     "l2_attention",
     "l2_attention_jvp",
+    "l2_attention_linearize",
 ]
 
 
@@ -127,6 +129,36 @@ def l2_attention(
     return dot_product_attention(queries, keys, values, bias, causal=causal)[..., :width] + centre
 
 
+def l2_attention_linearize(
+    z: Float[Tensor, "*batch tokens width"],
+    bias: Float[Tensor, "*_ #tokens tokens"] | None = None,
+    *,
+    causal: bool = False,
+) -> tuple[Float[Tensor, "*batch tokens width"], Callable[[Tensor], Tensor]]:
+    r"""The output m, and its derivative as a function that takes a direction dz to dm.
+
+    .. math:: dm_i = \sum_j P_{ij} dz_j + \sum_j P_{ij}\, dL_{ij} (z_j - m_i), \qquad
+        dL_{ij} = -\tfrac2s (z_i - z_j)^T (dz_i - dz_j)
+
+    The weights are computed once, for any number of directions.
+
+    Cost: O(N^2 d) time per direction, O(N^2) memory.
+    """
+    z, centre = _centred(z, causal)
+    P = _weights(z, bias, causal)
+    m = P @ z
+    # Terms of dL that are the same for every key drop out: what is left is one product.
+    queries = F.pad(z, (0, 1), value=-1.0)
+
+    def push(dz: Tensor) -> Tensor:
+        keys = torch.cat([z, dz, (z * dz).sum(-1, keepdim=True)], -1)
+        change = torch.cat([dz, queries], -1) @ keys.mT
+        weighted = P * change * (2 / math.sqrt(z.shape[-1]))
+        return P @ dz + weighted @ z - weighted.sum(-1, keepdim=True) * m
+
+    return m + centre, push
+
+
 def l2_attention_jvp(
     z: Float[Tensor, "*batch tokens width"],
     dz: Float[Tensor, "*batch tokens width"],
@@ -134,17 +166,9 @@ def l2_attention_jvp(
     *,
     causal: bool = False,
 ) -> tuple[Float[Tensor, "*batch tokens width"], Float[Tensor, "*batch tokens width"]]:
-    r"""The output m and its directional derivative along dz.
-
-    .. math:: dm_i = \sum_j P_{ij} dz_j + \sum_j P_{ij}\, dL_{ij} (z_j - m_i), \qquad
-        dL_{ij} = -\tfrac2s (z_i - z_j)^T (dz_i - dz_j)
-
-    Cost: O(N^2 d) time, O(N^2) memory.
-    """
-    z, centre = _centred(z, causal)
-    P = _weights(z, bias, causal)
-    m = P @ z
-    return m + centre, _jvp(z, dz, P, m)
+    """The output m and its derivative along the one direction dz."""
+    m, push = l2_attention_linearize(z, bias, causal=causal)
+    return m, push(dz)
 
 
 def diagonal_blocks(
@@ -225,13 +249,3 @@ def _moments(P: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     squares = (z.unsqueeze(-1) * z.unsqueeze(-2)).flatten(-2)
     m, second = (P @ torch.cat([z, squares], -1)).split([width, width * width], -1)
     return m, second.unflatten(-1, (width, width)) - m.unsqueeze(-1) * m.unsqueeze(-2)
-
-
-def _jvp(z: Tensor, dz: Tensor, P: Tensor, m: Tensor) -> Tensor:
-    # Terms of dL that are the same for every key drop out: what is left is one product.
-    s = math.sqrt(z.shape[-1])
-    queries = F.pad(torch.cat([dz, z], -1), (0, 1), value=-1.0)
-    keys = torch.cat([z, dz, (z * dz).sum(-1, keepdim=True)], -1)
-    change = queries @ keys.mT * (2 / s)
-    weighted = P * change
-    return P @ dz + weighted @ z - weighted.sum(-1, keepdim=True) * m

@@ -1,19 +1,22 @@
 """Maps of tokens that are certified to be contractions, whatever their parameters are."""
 
 from flowattn.contractions.attention import DotProductSelfAttention, L2SelfAttention
-from flowattn.contractions.base import Contraction, Structure
+from flowattn.contractions.base import Contraction, Push, Structure
 from flowattn.contractions.blocks import DenseBlocks, HeadBlocks, TokenBlocks
 from flowattn.contractions.compose import Compose
+from flowattn.contractions.declared import Declared
 from flowattn.contractions.feed_forward import FeedForward, TokenLinear
 
 __all__ = [
     "Compose",
     "Contraction",
+    "Declared",
     "DenseBlocks",
     "DotProductSelfAttention",
     "FeedForward",
     "HeadBlocks",
     "L2SelfAttention",
+    "Push",
     "Structure",
     "TokenBlocks",
     "TokenLinear",

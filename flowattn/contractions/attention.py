@@ -17,10 +17,10 @@ from flowattn.attention import (
     into_ball_jvp,
     jacobian_blocks,
     l2_attention,
-    l2_attention_jvp,
+    l2_attention_linearize,
 )
 from flowattn.checks import check_choice, check_positive
-from flowattn.contractions.base import Contraction
+from flowattn.contractions.base import Contraction, Push
 from flowattn.contractions.blocks import HeadBlocks, TokenBlocks
 from flowattn.contractions.position import PositionBias
 from flowattn.lipschitz.bounds import (
@@ -207,12 +207,15 @@ class L2SelfAttention(_SelfAttention):
         m = l2_attention(self._heads(x, context), self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
         return self._join(m)
 
-    def free_jvp(self, x: Tensor, v: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        z, dz = self._heads(x, context), self._split(v @ self.W)
-        if self.radius is not None:
-            dz = into_ball_jvp(z, dz, self.radius)
-        m, dm = l2_attention_jvp(z, dz, self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
-        return self._join(m), self._join(dm)
+    def free_linearize(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Push]:
+        z = self._heads(x, context)
+        m, attention_push = l2_attention_linearize(z, self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
+
+        def push(v: Tensor) -> Tensor:
+            dz = self._split(v @ self.W)
+            return self._join(attention_push(dz if self.radius is None else into_ball_jvp(z, dz, self.radius)))
+
+        return self._join(m), push
 
     def free_diagonal(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, TokenBlocks]:
         z = self._heads(x, context)

@@ -16,6 +16,9 @@ from flowattn.lipschitz.norms import Norm, check_norm
 #: What the Jacobian looks like over tokens: block-diagonal, block lower triangular, or full.
 Structure = Literal["tokenwise", "causal", "dense"]
 
+#: A derivative at a point: it takes a direction [B, N, D] to the change of the map along it.
+Push = Callable[[Tensor], Tensor]
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -47,7 +50,7 @@ class Contraction(nn.Module):
     `context` [B, C] or [B, N, C] shifts g from inside, which changes no Lipschitz constant.
 
     A subclass gives `free`, `row_bounds` and `structure`, and closed forms of the derivatives where it has them:
-    `free_jvp`, `free_diagonal`, `free_jacobian`. The defaults differentiate automatically.
+    `free_linearize`, `free_diagonal`, `free_jacobian`. The defaults differentiate automatically.
     """
 
     structure: Structure
@@ -84,10 +87,13 @@ class Contraction(nn.Module):
         """The bound of the whole map from those of its rows."""
         return rows.amax(-1)
 
-    def free_jvp(self, x: Tensor, v: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The free map and its derivative along v."""
-        value, change = torch.func.jvp(lambda x: self.free(x, mask, context), (x,), (v,))  # type: ignore[misc]
-        return value, change
+    def free_linearize(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Push]:
+        """The free map at x, and its derivative there as a function of the direction."""
+
+        def free(x: Tensor) -> Tensor:
+            return self.free(x, mask, context)
+
+        return free(x), lambda v: torch.func.jvp(free, (x,), (v,))[1]
 
     def free_diagonal(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, TokenBlocks]:
         """The free map and the diagonal blocks of its Jacobian."""
@@ -120,16 +126,23 @@ class Contraction(nn.Module):
         return self._scaled(self.free(x, mask, context), mask)
 
     @full_precision
+    def linearize(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> tuple[Tensor, Push]:
+        """The map f at x, and its derivative there: a function that takes a direction v to J v."""
+        x, context = self._checked(x, mask, context)
+        value, free_push = self.free_linearize(x, mask, context)
+        scale = self.scale(x.shape[1], mask).unsqueeze(-1)
+
+        def push(v: Tensor) -> Tensor:
+            return free_push(v if mask is None else v.masked_fill(~mask.unsqueeze(-1), 0)) * scale
+
+        return value * scale, push
+
     def jvp(
         self, x: Tensor, v: Tensor, mask: Tensor | None = None, context: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The map f and its derivative along v, [B, N, D] both."""
-        x, context = self._checked(x, mask, context)
-        if mask is not None:
-            v = v.masked_fill(~mask.unsqueeze(-1), 0)
-        value, change = self.free_jvp(x, v, mask, context)
-        scale = self.scale(x.shape[1], mask).unsqueeze(-1)
-        return value * scale, change * scale
+        value, push = self.linearize(x, mask, context)
+        return value, push(v)
 
     @full_precision
     def forward_and_diagonal(

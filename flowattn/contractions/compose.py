@@ -8,7 +8,7 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from flowattn.contractions.base import Contraction, Structure
+from flowattn.contractions.base import Contraction, Push, Structure
 from flowattn.contractions.blocks import DenseBlocks, TokenBlocks
 from flowattn.lipschitz.norms import Norm
 
@@ -60,11 +60,13 @@ class Compose(Contraction):
             x = part(x, mask, self._for(part, context))
         return x
 
-    def free_jvp(self, x: Tensor, v: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Tensor]:
+    def free_linearize(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Push]:
+        pushes = []
         for part in self.parts:
             assert isinstance(part, Contraction)
-            x, v = part.jvp(x, v, mask, self._for(part, context))
-        return x, v
+            x, push = part.linearize(x, mask, self._for(part, context))
+            pushes.append(push)
+        return x, lambda v: functools.reduce(lambda v, push: push(v), pushes, v)
 
     def free_diagonal(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, TokenBlocks]:
         if self.structure == "dense":

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flowattn.checks import check_choice, check_positive
 from flowattn.contractions.activations import ACTIVATIONS, Activation
-from flowattn.contractions.base import Contraction
+from flowattn.contractions.base import Contraction, Push
 from flowattn.contractions.blocks import DenseBlocks, TokenBlocks
 from flowattn.lipschitz.norms import Norm, spectral_norm_bound
 
@@ -71,12 +71,16 @@ class FeedForward(Contraction):
     def free(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
         return self._layers(x, context)[0]
 
-    def free_jvp(self, x: Tensor, v: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Tensor]:
+    def free_linearize(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Push]:
         value, slopes = self._layers(x, context, with_slopes=True)
-        v = v @ self.weights[0]
-        for W, slope in zip(list(self.weights)[1:], slopes, strict=True):
-            v = (torch.cat([v] * (len(W) // v.shape[-1]), -1) * slope) @ W
-        return value, v
+
+        def push(v: Tensor) -> Tensor:
+            v = v @ self.weights[0]
+            for W, slope in zip(list(self.weights)[1:], slopes, strict=True):
+                v = (torch.cat([v] * (len(W) // v.shape[-1]), -1) * slope) @ W
+            return v
+
+        return value, push
 
     def free_diagonal(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, TokenBlocks]:
         value, slopes = self._layers(x, context, with_slopes=True)

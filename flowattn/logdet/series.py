@@ -1,0 +1,137 @@
+r"""The log-determinant as a power series in J, by random probes.
+
+.. math:: \log\det(I + J) = \sum_{k \ge 1} \frac{(-1)^{k+1}}{k} \operatorname{tr} J^k, \qquad
+    \operatorname{tr} J^k = E\, v^T J^k v
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flowattn.checks import check_positive
+from flowattn.contractions import Contraction, Push
+from flowattn.logdet.base import LogDet, probes
+
+
+class PowerSeries(LogDet):
+    r"""The first terms of the series: a bias that is bounded, and no randomness but the probes'.
+
+    .. math:: \Bigl|\sum_{k > n} \frac{(-1)^{k+1}}{k} \operatorname{tr} J^k\Bigr| \le \frac{N D\, L^{n+1}}{(n+1)(1-L)}
+
+    because the spectral radius of J is below every operator norm. Value and gradient are those of the truncated
+    series, without further bias.
+
+    Args:
+        num_terms: the number n of terms.
+        num_probes: random vectors per sequence.
+        generator: where the probes come from; torch's global generator unless given.
+
+    Cost: n derivatives forward, and the memory of all of them while training.
+
+    References:
+        | Invertible Residual Networks (Behrmann et al., 2019)
+    """
+
+    def __init__(self, num_terms: int = 10, num_probes: int = 1, generator: torch.Generator | None = None) -> None:
+        check_positive(num_terms=num_terms, num_probes=num_probes)
+        self.num_terms = num_terms
+        self.num_probes = num_probes
+        self.generator = generator
+
+    def __call__(
+        self, contraction: Contraction, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        value, push = contraction.linearize(x, mask, context)
+        logabsdet = value.new_zeros(len(x))
+        for v in probes(value, mask, self.num_probes, self.generator):
+            w = v
+            for k in range(1, self.num_terms + 1):
+                w = push(w)
+                logabsdet = logabsdet + (-1) ** (k + 1) / k * (v * w).sum((1, 2))
+        return value, logabsdet / self.num_probes
+
+    def remainder(self, contraction: Contraction, num_tokens: int) -> float:
+        """How far the mean can be from the true log-determinant of so many tokens, at most."""
+        L = contraction.lipschitz_bound(num_tokens, contraction.norm).item()
+        n = self.num_terms
+        return num_tokens * contraction.features * L ** (n + 1) / ((n + 1) * (1 - L))
+
+    def __repr__(self) -> str:
+        return f"PowerSeries(num_terms={self.num_terms}, num_probes={self.num_probes})"
+
+
+class RussianRoulette(LogDet):
+    r"""The whole series, cut at a random place and weighted so that nothing is lost on average.
+
+    .. math:: \widehat{\log\det} = \sum_{k=1}^{n} \frac{(-1)^{k+1}}{k\, p_k} v^T J^k v, \qquad
+        \widehat{\partial \log\det} = v^T (\partial J)\, u, \quad u = \sum_{k=0}^{n} \frac{(-1)^k}{p_k} J^k v,
+
+    n drawn at random with :math:`p_k = P(n \ge k)`: unbiased in value and in gradient. The value comes from the
+    logarithm's series and the gradient from Neumann's, :math:`\operatorname{tr}\,(\partial J)(I+J)^{-1}`, in which
+    only the last derivative is recorded: memory does not grow with the number of terms.
+
+    Args:
+        num_exact_terms: terms that are always there.
+        survival: the chance of each term after them to be there if the one before it is. Unless given it is L^2, the
+            smallest at which the variance is finite for every map of Lipschitz constant L. A smaller one is faster,
+            and often harmless, since few maps are everywhere as steep as their bound.
+        num_probes: random vectors per sequence.
+        generator: where all randomness comes from; torch's global generator unless given.
+
+    Cost: about num_exact_terms + 1 / (1 - survival) derivatives.
+
+    References:
+        | Residual Flows for Invertible Generative Modeling (Chen et al., 2019)
+    """
+
+    def __init__(
+        self,
+        num_exact_terms: int = 4,
+        survival: float | None = None,
+        num_probes: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        check_positive(num_exact_terms=num_exact_terms, num_probes=num_probes)
+        if survival is not None and not 0 < survival < 1:
+            raise ValueError(f"survival must be None or between 0 and 1; got survival={survival}.")
+        self.num_exact_terms = num_exact_terms
+        self.survival = survival
+        self.num_probes = num_probes
+        self.generator = generator
+
+    def __call__(
+        self, contraction: Contraction, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        value, push = contraction.linearize(x, mask, context)
+        survival = self.survival or contraction.lipschitz_bound(x.shape[1], contraction.norm).item() ** 2
+        logabsdet = value.new_zeros(len(x))
+        for v in probes(value, mask, self.num_probes, self.generator):
+            with torch.no_grad():
+                series, u = self._series(push, v, survival)
+            surrogate = (v * push(u)).sum((1, 2))
+            logabsdet = logabsdet + series + (surrogate - surrogate.detach())
+        return value, logabsdet / self.num_probes
+
+    def _series(self, push: Push, v: Tensor, survival: float) -> tuple[Tensor, Tensor]:
+        """The estimate of the log-determinant, and u, for one probe."""
+        num_terms = self._draw(survival, v.device)
+        series, u, w = v.new_zeros(v.shape[0]), v, v
+        for k in range(1, num_terms + 1):
+            w = push(w)
+            weight = survival ** -max(0, k - self.num_exact_terms)
+            series = series + (-1) ** (k + 1) / k * weight * (v * w).sum((1, 2))
+            u = u + (-1) ** k * weight * w
+        return series, u
+
+    def _draw(self, survival: float, device: torch.device) -> int:
+        place = self.generator.device if self.generator is not None else device
+        uniform = torch.rand((), generator=self.generator, device=place, dtype=torch.float64).item()
+        return self.num_exact_terms + int(math.log1p(-uniform) / math.log(survival))
+
+    def __repr__(self) -> str:
+        survival = "L^2" if self.survival is None else self.survival
+        exact, probes = self.num_exact_terms, self.num_probes
+        return f"RussianRoulette(num_exact_terms={exact}, survival={survival}, num_probes={probes})"

@@ -1,0 +1,243 @@
+"""Norms of sequences, upper bounds of spectral norms, and the Lambert function."""
+
+import math
+
+import mpmath
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from flowattn.lipschitz import lambert_w0, sequence_norm, spectral_norm_bound, token_norm
+
+# -- norms of sequences
+
+
+def test_norms_of_a_sequence_are_their_definitions():
+    x = torch.randn(3, 5, 4, dtype=torch.float64)
+    rows = x.square().sum(-1).sqrt()
+    torch.testing.assert_close(token_norm(x), rows.max(-1).values)
+    torch.testing.assert_close(sequence_norm(x), rows.max(-1).values)
+    torch.testing.assert_close(sequence_norm(x, "inf"), x.abs().flatten(1).max(-1).values)
+    torch.testing.assert_close(sequence_norm(x, "2"), x.flatten(1).norm(dim=-1))
+
+
+@pytest.mark.parametrize("norm", ["Token", "fro", 2, None])
+def test_a_norm_that_has_no_such_name_is_refused(norm):
+    with pytest.raises((ValueError, TypeError), match="norm"):
+        sequence_norm(torch.zeros(2, 2), norm)
+
+
+# -- spectral norms
+
+
+def orthogonal(rows, columns):
+    Q = torch.linalg.qr(torch.randn(max(rows, columns), min(rows, columns), dtype=torch.float64)).Q
+    return Q if rows >= columns else Q.mT
+
+
+def with_spectrum(rows, columns, spectrum):
+    rank = min(rows, columns)
+    values = torch.diag(spectrum(torch.arange(rank, dtype=torch.float64) / rank))
+    return orthogonal(rows, rank) @ values @ orthogonal(rank, columns)
+
+
+MATRICES = {
+    "random": lambda r, c: torch.randn(r, c, dtype=torch.float64),
+    "orthogonal": orthogonal,
+    "rank one": lambda r, c: torch.randn(r, 1, dtype=torch.float64) @ torch.randn(1, c, dtype=torch.float64),
+    "two equal values": lambda r, c: with_spectrum(r, c, lambda k: (k < 2 / min(r, c)).double() + 0.01),
+    "clustered at the top": lambda r, c: with_spectrum(r, c, lambda k: 1 - 0.01 * k),
+    "decaying slowly": lambda r, c: with_spectrum(r, c, lambda k: 1 / (1 + k)),
+    "decaying fast": lambda r, c: with_spectrum(r, c, lambda k: torch.exp(-20 * k)),
+    "positive": lambda r, c: torch.rand(r, c, dtype=torch.float64),
+    "one entry": lambda r, c: torch.nn.functional.one_hot(torch.tensor(r * c // 2), r * c).view(r, c).double(),
+}
+each_matrix = pytest.mark.parametrize("make", MATRICES.values(), ids=MATRICES.keys())
+SHAPES = [(1, 1), (1, 7), (7, 1), (2, 2), (5, 3), (16, 64), (100, 100), (256, 64)]
+
+
+def ratio(matrix):
+    """The bound over the true norm of the very same numbers."""
+    return spectral_norm_bound(matrix).double() / torch.linalg.matrix_norm(matrix.double(), 2)
+
+
+@each_matrix
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bound_is_between_the_spectral_norm_and_one_percent_more(make, shape):
+    matrix = make(*shape)
+    for dtype in (torch.float32, torch.float64):
+        assert 1 <= ratio(matrix.to(dtype)).item() <= 1.01
+
+
+@pytest.mark.parametrize("make", [MATRICES["random"], orthogonal], ids=["random", "orthogonal"])
+@pytest.mark.parametrize("shape", [(1024, 1024)], ids=str)
+def test_bound_of_a_large_matrix_is_at_most_one_percent_above(make, shape):
+    for dtype in (torch.float32, torch.float64):
+        assert 1 <= ratio(make(*shape).to(dtype)).item() <= 1.01
+
+
+@pytest.mark.slow
+@each_matrix
+@pytest.mark.parametrize("shape", [(512, 2048), (1024, 1024), (1000, 1024), (2048, 300)], ids=str)
+def test_bound_of_any_large_matrix_is_at_most_one_percent_above(make, shape):
+    matrix = make(*shape)
+    for dtype in (torch.float32, torch.float64):
+        assert 1 <= ratio(matrix.to(dtype)).item() <= 1.01
+
+
+@each_matrix
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-10, 1e10, 1e20, 1e30])
+def test_bound_holds_for_tiny_and_huge_matrices(make, dtype, scale):
+    assert 1 <= ratio((make(12, 20) * scale).to(dtype)).item() <= 1.01
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_gradient_of_the_bound_does_not_depend_on_the_scale(scale):
+    W = torch.randn(4, 6)
+    expected, got = (
+        torch.autograd.grad(spectral_norm_bound(V), V)[0]
+        for V in (W.clone().requires_grad_(), (W * scale).requires_grad_())
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_bound_of_many_random_matrices_is_never_below():
+    for dtype in (torch.float32, torch.float64):
+        for shape in ((2000, 1, 3), (2000, 3, 3), (500, 8, 5), (200, 16, 16)):
+            assert ratio(torch.randn(shape, dtype=dtype)).min().item() >= 1
+
+
+def test_a_tolerance_is_kept():
+    W = orthogonal(200, 200)
+    assert 1 <= ratio(W).item() <= 1.01
+    assert 1 <= (spectral_norm_bound(W, tolerance=0.05)).item() <= 1.05
+    assert 1 <= (spectral_norm_bound(W, tolerance=1e-4)).item() <= 1 + 1e-4
+
+
+def test_bound_of_a_batch_is_that_of_each_matrix():
+    W = torch.randn(2, 3, 5, 4, dtype=torch.float64)
+    one_by_one = torch.stack([torch.stack([spectral_norm_bound(w) for w in row]) for row in W])
+    torch.testing.assert_close(spectral_norm_bound(W), one_by_one, rtol=1e-14, atol=0)
+    torch.testing.assert_close(torch.func.vmap(spectral_norm_bound)(W), one_by_one, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_bound_of_the_zero_matrix_and_its_gradient_are_zero(dtype):
+    W = torch.zeros(3, 4, dtype=dtype, requires_grad=True)
+    bound = spectral_norm_bound(W)
+    assert bound.item() == 0
+    assert (torch.autograd.grad(bound, W, retain_graph=True)[0] == 0).all()
+    assert (torch.autograd.grad(bound, W, create_graph=True)[0] == 0).all()
+
+
+def test_a_zero_matrix_does_not_spoil_its_batch():
+    W = torch.stack([torch.zeros(3, 4), torch.randn(3, 4)]).double().requires_grad_()
+    (g,) = torch.autograd.grad(spectral_norm_bound(W).sum(), W)
+    assert (g[0] == 0).all() and g[1].norm() > 0.5
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (2, 4), (2, 3, 3)], ids=str)
+def test_bound_passes_gradcheck_twice(shape):
+    W = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(spectral_norm_bound, W)
+    assert gradgradcheck(spectral_norm_bound, W)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (2, 3, 3)], ids=str)
+def test_bound_passes_gradcheck_in_forward_mode(shape):
+    W = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(spectral_norm_bound, W, check_forward_ad=True, check_backward_ad=False)
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 4)], ids=str)
+def test_bound_is_differentiable_under_torch_func(shape):
+    W = torch.randn(shape, dtype=torch.float64)
+    reverse = torch.func.jacrev(spectral_norm_bound)(W)
+    torch.testing.assert_close(torch.func.jacfwd(spectral_norm_bound)(W), reverse)
+    (plain,) = torch.autograd.grad(spectral_norm_bound(W.requires_grad_()), W)
+    torch.testing.assert_close(plain, reverse)
+    assert torch.func.hessian(spectral_norm_bound)(W.detach()).shape == (*shape, *shape)
+
+
+def test_gradient_of_the_bound_is_near_that_of_the_norm():
+    W = torch.randn(30, 20, dtype=torch.float64, requires_grad=True)
+    W.data[0] += 10  # one value far above the others
+    (expected,) = torch.autograd.grad(torch.linalg.matrix_norm(W, 2), W)
+    (got,) = torch.autograd.grad(spectral_norm_bound(W), W)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_compiled_bound_and_its_gradient_are_the_same(without_shape_checks):
+    torch.compiler.reset()
+    W = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    compiled = torch.compile(spectral_norm_bound, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(W), spectral_norm_bound(W))
+    (got,), (expected,) = torch.autograd.grad(compiled(W), W), torch.autograd.grad(spectral_norm_bound(W), W)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_bound_is_not_rounded_by_autocast(half):
+    W = torch.randn(12, 10)
+    expected = spectral_norm_bound(W)
+    with torch.autocast("cpu", half):
+        assert spectral_norm_bound(W).item() == expected.item()
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_bound_of_half_precision_weights_holds(half):
+    assert 1 <= ratio(torch.randn(12, 10).to(half)).item() <= 1.01
+
+
+# -- the Lambert function
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)], ids=str)
+def test_lambert_function_is_that_of_mpmath(dtype, tolerance):
+    largest = 38 if dtype == torch.float32 else 307
+    z = torch.cat([torch.logspace(-35, largest, 500), torch.tensor([0.0, 1.0, math.e]), torch.linspace(0, 10, 200)])
+    z = torch.cat([z, -torch.logspace(-35, math.log10(0.36), 200)]).to(dtype)
+    z = z[z.isfinite()]
+    expected = torch.tensor([float(mpmath.lambertw(v).real) for v in z.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(lambert_w0(z).double(), expected, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_lambert_function_is_right_next_to_its_branch_point(dtype):
+    z = (-1 / math.e + torch.logspace(-6 if dtype == torch.float32 else -12, -1, 100, dtype=torch.float64)).to(dtype)
+    expected = torch.tensor([float(mpmath.lambertw(v).real) for v in z.tolist()], dtype=torch.float64)
+    # near the branch point the function is a square root: half of the digits are all there is
+    torch.testing.assert_close(lambert_w0(z).double(), expected, rtol=0, atol=4 * torch.finfo(dtype).eps ** 0.5)
+
+
+@pytest.mark.parametrize("z", [-1.0, -0.3679, -math.inf, math.nan])
+def test_lambert_function_refuses_what_is_outside_its_domain(z):
+    with pytest.raises(ValueError, match=r"z >= -1/e only; got z="):
+        lambert_w0(torch.tensor([1.0, z]))
+
+
+def test_lambert_function_of_infinity_is_infinity():
+    assert lambert_w0(torch.tensor(math.inf)).item() == math.inf
+
+
+def test_lambert_function_passes_gradcheck_twice():
+    z = torch.tensor([-0.3, -1e-3, 0.0, 1e-3, 0.5, 1.0, 30.0, 1e6], dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambert_w0, z, check_forward_ad=True)
+    assert gradgradcheck(lambert_w0, z, check_fwd_over_rev=True)
+
+
+def test_derivative_of_the_lambert_function_is_that_of_mpmath():
+    z = torch.logspace(-10, 30, 50, dtype=torch.float64)
+    expected = torch.tensor([float(mpmath.lambertw(v).real / (v * (1 + mpmath.lambertw(v).real))) for v in z.tolist()])
+    got = torch.func.vmap(torch.func.grad(lambert_w0))(z)
+    torch.testing.assert_close(got, expected.double(), rtol=1e-6, atol=0)
+
+
+def test_lambert_function_can_be_compiled(without_shape_checks):
+    torch.compiler.reset()
+    z = torch.linspace(0, 5, 7, dtype=torch.float64, requires_grad=True)
+    compiled = torch.compile(lambert_w0, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(z), lambert_w0(z))
+    (got,), (expected,) = (torch.autograd.grad(f(z).sum(), z) for f in (compiled, lambert_w0))
+    torch.testing.assert_close(got, expected)
