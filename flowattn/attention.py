@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from flowattn.kernel import HIDDEN, causal_bias, dot_product_attention
+from flowattn.kernel import HIDDEN, attention_with_diagonal, dot_product_attention, softmax_weights
 
 __all__ = [
     "HIDDEN",
@@ -187,11 +187,17 @@ def diagonal_blocks(
     Cost: O(N^2 d^2) time, O(N^2 + N d^2) memory.
     """
     z, centre = _centred(z, causal)
-    P = _weights(z, bias, causal)
-    m, covariance = _moments(P, z)
-    blocks = covariance * (2 / math.sqrt(z.shape[-1]))
-    blocks = blocks + torch.diag_embed(P.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).expand_as(z))
-    return m + centre, blocks
+    width, s = z.shape[-1], math.sqrt(z.shape[-1])
+    rows, columns = torch.triu_indices(width, width, device=z.device)
+    values = torch.cat([z, z[..., rows] * z[..., columns]], -1)  # the second moments are symmetric
+    averages, own = attention_with_diagonal(*_queries_and_keys(z), values, bias, causal=causal)
+    m, half = averages.split([width, len(rows)], -1)
+    place = torch.zeros(width, width, dtype=torch.long, device=z.device)
+    place[rows, columns] = place[columns, rows] = torch.arange(len(rows), device=z.device)
+    second = half[..., place.flatten()].unflatten(-1, (width, width))
+    identity = torch.eye(width, dtype=z.dtype, device=z.device)
+    covariance = second - m.unsqueeze(-1) * m.unsqueeze(-2)
+    return m + centre, covariance * (2 / s) + own[..., None, None] * identity
 
 
 def jacobian_blocks(
@@ -231,17 +237,14 @@ def _centred(z: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     return z - centre, centre
 
 
-def _weights(z: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+def _queries_and_keys(z: Tensor) -> tuple[Tensor, Tensor]:
     # |z_i|^2 is the same for every key, so the softmax does not need it.
     s = math.sqrt(z.shape[-1])
-    keys = torch.cat([z, z.square().sum(-1, keepdim=True)], -1)
-    queries = F.pad(z * (2 / s), (0, 1), value=-1 / s)
-    logits = queries @ keys.mT
-    if bias is not None:
-        logits = logits + bias
-    if causal:
-        logits = causal_bias(logits)
-    return logits.softmax(-1)
+    return F.pad(z * (2 / s), (0, 1), value=-1 / s), torch.cat([z, z.square().sum(-1, keepdim=True)], -1)
+
+
+def _weights(z: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    return softmax_weights(*_queries_and_keys(z), bias, causal)
 
 
 def _moments(P: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:

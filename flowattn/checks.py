@@ -51,7 +51,7 @@ def check_context(context: Tensor | None, x: Tensor, context_features: int | Non
     fits = (
         context.ndim in (2, 3)
         and context.shape[-1] == context_features
-        and context.shape[:-1] in (x.shape[:1], x.shape[:2])
+        and context.shape[:-1] in (x.shape[:1], x.shape[:2], (len(x), 1))
     )
     if not fits:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -41,6 +42,26 @@ def dot_product_attention(
     return m
 
 
+def attention_with_diagonal(
+    q: Float[Tensor, "*batch tokens width"],
+    k: Float[Tensor, "*batch tokens width"],
+    v: Float[Tensor, "*batch tokens value_width"],
+    bias: Float[Tensor, "*_ #tokens tokens"] | None = None,
+    *,
+    causal: bool = False,
+) -> tuple[Float[Tensor, "*batch tokens value_width"], Float[Tensor, "*batch tokens"]]:
+    r"""The averages of `dot_product_attention` over values of any width, and the weights P_ii.
+
+    Cost: O(N^2) memory, and a backward pass that touches it as little as can be.
+    """
+    if bias is not None:
+        bias = bias.reshape((1,) * (q.ndim - bias.ndim) + bias.shape)
+    if torch.compiler.is_compiling():
+        return _average(q, k, v, bias, causal)[:2]
+    m, diagonal, _ = _AttentionWithDiagonal.apply(q, k, v, bias, causal)
+    return m, diagonal
+
+
 def causal_bias(
     bias: Float[Tensor, "*batch tokens tokens"],
 ) -> Float[Tensor, "*batch tokens tokens"]:
@@ -59,11 +80,18 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=1.0)
 
 
-def _weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+def softmax_weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
     logits = q @ k.mT
     if bias is not None:
         logits = logits + bias
-    return (causal_bias(logits) if causal else logits).softmax(-1)
+    if causal:
+        logits = logits + causal_bias(logits.new_zeros(logits.shape[-2:]))  # cheaper to differentiate than a fill
+    return logits.softmax(-1)
+
+
+def _average(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    P = softmax_weights(q, k, bias, causal)
+    return P @ v, P.diagonal(dim1=-2, dim2=-1), P
 
 
 class _Attention(torch.autograd.Function):
@@ -97,7 +125,7 @@ class _Attention(torch.autograd.Function):
             grads = iter(torch.autograd.grad(m, leaves, g, retain_graph=True))
             return *(next(grads) if t is not None and t.requires_grad else None for t in inner), None, None
         q, k, v, bias = ctx.saved_tensors
-        P = _weights(q, k, bias, ctx.causal)
+        P = softmax_weights(q, k, bias, ctx.causal)
         dlogits = P * (g @ v.mT - (g * (P @ v)).sum(-1, keepdim=True))
         dbias = dlogits.sum_to_size(bias.shape) if bias is not None and ctx.needs_input_grad[3] else None
         return dlogits @ k, dlogits.mT @ q, P.mT @ g, dbias, None, None
@@ -105,7 +133,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, dbias: Tensor | None, *_: None) -> Tensor:
         q, k, v, bias = ctx.saved_tensors
-        P = _weights(q, k, bias, ctx.causal)
+        P = softmax_weights(q, k, bias, ctx.causal)
         change = q.new_zeros(())
         if dq is not None:
             change = change + dq @ k.mT
@@ -127,3 +155,46 @@ class _Attention(torch.autograd.Function):
         q, k, v, bias = (front(t, dim) for t, dim in zip(args[:4], in_dims[:4], strict=True))
         q, k, v = (t.expand(info.batch_size, *t.shape[1:]) for t in (q, k, v) if t is not None)
         return _Attention.apply(q, k, v, bias, *args[4:]), 0
+
+
+class _AttentionWithDiagonal(torch.autograd.Function):
+    """`_average` with a backward pass of three products and one sweep over the weights."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        m, diagonal, P = _average(q, k, v, bias, causal)
+        return m, diagonal.clone(), P
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.causal = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_forward(*tensors)
+        ctx.mark_non_differentiable(output[2])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, g_diagonal: Tensor, _: Tensor) -> Any:
+        q, k, v, bias, m, diagonal, P = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            given = (q, k, v) if bias is None else (q, k, v, bias)
+            pull = torch.func.vjp(functools.partial(_average_of, ctx.causal), *given)[1]
+            return *pull((g, g_diagonal)), *[None] * (5 - len(given))
+        dlogits = g @ v.mT
+        dlogits.diagonal(dim1=-2, dim2=-1).add_(g_diagonal)
+        mean = (g * m).sum(-1) + g_diagonal * diagonal
+        dlogits.sub_(mean.unsqueeze(-1)).mul_(P)
+        dbias = dlogits.sum_to_size(bias.shape) if bias is not None and ctx.needs_input_grad[3] else None
+        return dlogits @ k, dlogits.mT @ q, P.mT @ g, dbias, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        given = [t for t in ctx.saved_tensors if t is not None]
+        changes = [torch.zeros_like(t) if dt is None else dt for t, dt in zip(given, tangents, strict=False)]
+        change = torch.func.jvp(functools.partial(_average_of, ctx.causal), tuple(given), tuple(changes))[1]
+        return *change, None
+
+
+def _average_of(causal: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return _average(q, k, v, bias, causal)[:2]

@@ -43,12 +43,12 @@ def worst_stretch(f, num_tokens, norm="token", *, mask=None, context=None, num_s
     """The stretch reached by each start [num_starts], the row it was reached in, and the inputs.
 
     The values are those of one row for the norms "token" and "inf", of all rows for "2". `mask` is [N]; `size` is
-    the length of tokens that matters, around which starts are drawn over four decades.
+    the length of tokens that matters, around which starts are drawn over three decades.
     """
     allowed = torch.arange(num_tokens) if mask is None else mask.nonzero().flatten()
     row = allowed[torch.randint(len(allowed), (num_starts,))]
     row[1::2] = allowed[-1]
-    scale = size * 10 ** torch.linspace(-2, 2, num_starts).double()[torch.randperm(num_starts)]
+    scale = size * 10 ** torch.linspace(-1.5, 1.5, num_starts).double()[torch.randperm(num_starts)]
     scale[:2] = size
     x = starts(num_tokens, f.features, row, scale) if x is None else x
     mask = None if mask is None else mask.expand(num_starts, -1)
@@ -62,7 +62,7 @@ def worst_stretch(f, num_tokens, norm="token", *, mask=None, context=None, num_s
         at, value, e = best_direction(f, x, rows, norm, mask, context, e)
         better = value.detach() > best
         best, best_x = torch.where(better, value.detach(), best), torch.where(better[:, None, None], x, best_x)
-        (g,) = torch.autograd.grad(value.sum(), at)
+        (g,) = torch.autograd.grad(value.sum(), at, allow_unused=True, materialize_grads=True)
         g = g * scale[:, None, None]  # Adam, in units of each start's scale
         first, second = 0.8 * first + 0.2 * g, 0.95 * second + 0.05 * g.square()
         move = (first / (1 - 0.8**step)) / ((second / (1 - 0.95**step)).sqrt() + 1e-12)

@@ -17,6 +17,7 @@ CORE = [
     "logdet",
     "inverse",
     "context",
+    "distributions",
     "transforms",
     "flows",
     "__init__",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,9 @@ class TokenBlocks(ABC):
     def scaled(self, scale: Tensor) -> TokenBlocks:
         """The block of each token times its entry of scale, [N], [1] or [B, N]."""
 
+    @abstractmethod
     def logabsdet(self) -> Tensor:
-        """log|det(I + J_ii)| of every token, [B, N]."""
-        return _logabsdet_plus_identity(self.dense())
+        """The sum over tokens of log|det(I + J_ii)|, [B]."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,16 @@ class DenseBlocks(TokenBlocks):
     def scaled(self, scale: Tensor) -> DenseBlocks:
         return DenseBlocks(self.blocks * scale[..., None, None])
 
+    def logabsdet(self) -> Tensor:
+        identity = torch.eye(self.blocks.shape[-1], dtype=self.blocks.dtype, device=self.blocks.device)
+        return torch.linalg.slogdet(identity + self.blocks).logabsdet.sum(-1)
+
 
 @dataclass(frozen=True)
 class HeadBlocks(TokenBlocks):
     r"""The blocks of attention, in factors.
 
-    .. math:: J_{ii} = c_i\, B^T C_i W^T, \qquad C_i = \operatorname{diag}_h(C_i^h) \in R^{Hd \times Hd}
+    .. math:: J_{ii} = c_i\, B^T C_i W^T, \qquad C_i = \operatorname{diag}(C_i^1, \dots, C_i^H)
 
     By Sylvester's identity :math:`\det(I_D + c B^T C W^T) = \det(I_{Hd} + c\, C K)` with :math:`K = W^T B^T`, the
     same for all tokens: a product of d x d blocks per token in place of D x D matrices.
@@ -54,24 +59,92 @@ class HeadBlocks(TokenBlocks):
     c: Tensor  # [N], [1] or [B, N]
 
     def dense(self) -> Tensor:
-        heads, width = self.C.shape[1], self.C.shape[-1]
-        right = torch.einsum("bhnij,khj->bnhik", self.C, self.W.unflatten(1, (heads, width)))
-        return self.c[..., None, None] * (self.B.mT @ right.flatten(2, 3))
+        batch, heads, tokens, width, _ = self.C.shape
+        W = self.W.mT.unflatten(0, (heads, width))
+        right = self._scaled_C().permute(1, 3, 0, 2, 4).reshape(heads, -1, width) @ W
+        return (self.B.mT @ right.view(heads * width, -1)).view(-1, batch, tokens, len(self.W)).movedim(0, 2)
 
     def scaled(self, scale: Tensor) -> HeadBlocks:
         return HeadBlocks(self.C, self.W, self.B, self.c * scale)
 
     def logabsdet(self) -> Tensor:
         features, inner = self.W.shape
-        if inner > features:
-            return super().logabsdet()
-        heads, width = self.C.shape[1], self.C.shape[-1]
-        K = (self.B @ self.W).mT.unflatten(0, (heads, width))
-        scaled = self.C * (self.c if self.c.ndim == 1 else self.c.unsqueeze(1))[..., None, None]
-        product = torch.einsum("bhnij,hjk->bnhik", scaled, K)
-        return _logabsdet_plus_identity(product.flatten(2, 3))
+        if inner > features or torch.compiler.is_compiling():
+            return DenseBlocks(self.dense()).logabsdet()
+        K = (self.B @ self.W).mT.unflatten(0, (self.C.shape[1], -1))
+        logabsdet: Tensor = _HeadLogAbsDet.apply(self._scaled_C(), K)[0]
+        return logabsdet
+
+    def _scaled_C(self) -> Tensor:
+        return self.C * (self.c if self.c.ndim == 1 else self.c.unsqueeze(1))[..., None, None]
 
 
-def _logabsdet_plus_identity(blocks: Tensor) -> Tensor:
-    identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
-    return torch.linalg.slogdet(identity + blocks).logabsdet
+class _HeadLogAbsDet(torch.autograd.Function):
+    r"""The sum over tokens of log|det(I + C_i K)| for C [B, H, N, d, d] and K [H, d, H d].
+
+    Value and gradient come from the inverses :math:`(I + C_i K)^{-1}`, a few sequences at a time, so that none of the
+    N matrices H d x H d outlives the cache. The inverse is by blocks of whole heads, without pivoting between them:
+    the leading blocks belong to the map of the first heads alone, which is as contractive as that of all, by either
+    form of the bound that it was scaled with.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(C: Tensor, K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        batch, heads, tokens, width, _ = C.shape
+        inner = heads * width
+        logabsdet, dC, dK = C.new_empty(batch), torch.empty_like(C), K.new_empty(batch, *K.shape)
+        step = max(1, 2**20 // (tokens * inner * inner))
+        for start in range(0, batch, step):
+            part = slice(start, start + step)
+            rows = C[part].flatten(2, 3)
+            product = (rows @ K).unflatten(2, (tokens, width)).transpose(1, 2).flatten(2, 3)
+            product.diagonal(dim1=-2, dim2=-1).add_(1)
+            inverse, logabsdets = _invert_by_heads(product, width)
+            logabsdet[part] = logabsdets.sum(-1)
+            columns = inverse.unflatten(-1, (heads, width)).permute(0, 3, 1, 4, 2).flatten(2, 3)
+            dC[part] = (columns @ K.mT).unflatten(2, (tokens, width))
+            dK[part] = rows.mT @ columns
+        return logabsdet, dC, dK
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs, *output[1:])
+        ctx.save_for_forward(*inputs)
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, *_: Tensor) -> Any:
+        C, K, dC, dK = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return torch.func.vjp(_plain_head_logabsdet, C, K)[1](g)
+        return dC * g[:, None, None, None, None], torch.einsum("b,bhij->hij", g, dK)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        inputs = ctx.saved_tensors
+        changes = tuple(torch.zeros_like(t) if dt is None else dt for t, dt in zip(inputs, tangents, strict=True))
+        return torch.func.jvp(_plain_head_logabsdet, inputs, changes)[1], None, None
+
+
+def _plain_head_logabsdet(C: Tensor, K: Tensor) -> Tensor:
+    return DenseBlocks(torch.einsum("bhnij,hjk->bnhik", C, K).flatten(2, 3)).logabsdet()
+
+
+def _invert_by_heads(A: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The inverses of A [..., n, n] and log|det A|, by halves that hold whole heads."""
+    n = A.shape[-1]
+    if n <= max(width, 16):  # products do not pay for less
+        factors, pivots = torch.linalg.lu_factor(A)
+        identity = torch.eye(n, dtype=A.dtype, device=A.device).expand_as(A)
+        logabsdet = factors.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
+        return torch.linalg.lu_solve(factors, pivots, identity), logabsdet
+    h = n // width // 2 * width
+    P, logabsdet_P = _invert_by_heads(A[..., :h, :h], width)
+    left, right = A[..., h:, :h] @ P, P @ A[..., :h, h:]
+    S, logabsdet_S = _invert_by_heads(A[..., h:, h:] - left @ A[..., :h, h:], width)
+    corner = right @ S
+    top = torch.cat([P + corner @ left, -corner], -1)
+    bottom = torch.cat([-S @ left, S], -1)
+    return torch.cat([top, bottom], -2), logabsdet_P + logabsdet_S

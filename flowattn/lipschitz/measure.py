@@ -51,11 +51,11 @@ def local_lipschitz(
 
     The two sides take turns: :math:`v_j \propto J_{ij}^T u` is best for u, :math:`u \propto \sum_j J_{ij} v_j` is
     best for v, and no turn loses. Every value is attained, so the result is never too large. It is exact for "inf",
-    and for "2" up to a million entries of J, above which `num_starts` directions span a subspace that turns. For
+    and for "2" up to a million entries of J, above which a subspace grows by `num_starts` a turn. For
     "token" so many u ascend in each of the best so many rows i; only these rows of a larger J are written down.
     `generator` draws the starts; without it they are always the same.
 
-    Cost: the gradients of all outputs; for larger J of N + num_starts D, or of 2 num_starts a step for "2".
+    Cost: the gradients of all outputs; for larger J of N + num_starts D, or of 2 num_starts a turn for "2".
 
     Example:
         >>> local_lipschitz(lambda x: 3 * x.flip(-2), torch.zeros(1, 4, 2)).round(decimals=4)
@@ -137,8 +137,8 @@ class _Jacobian:
 def _rows_norm(J: Tensor, effort: _Effort) -> Tensor:
     """The largest norm of the blocks J_i of rows, [batch, rows, features, tokens, inputs]."""
     tokens, J = J.shape[-2:], J.flatten(-2)
-    starts = effort.num_starts if J.shape[2] > 1 else 1
-    u = _unit(_noise((*J.shape[:2], starts, J.shape[2]), J, effort.generator))
+    scalar = J.shape[2] == 1  # then u is 1 or -1, and there is nothing to ascend
+    u = _unit(_noise((*J.shape[:2], 1 if scalar else effort.num_starts, J.shape[2]), J, effort.generator))
     best = gain = J.new_zeros(len(J))
     for step in range(effort.max_steps):
         w = (u @ J).unflatten(-1, tokens)
@@ -146,7 +146,7 @@ def _rows_norm(J: Tensor, effort: _Effort) -> Tensor:
         value = lengths.sum((-2, -1))
         last, gain = gain, value.amax((1, 2)) - best
         best = best + gain.clamp_min(0)
-        if starts == 1 or (step > 2 and effort.is_enough(best, gain, last)):
+        if scalar or (step > 2 and effort.is_enough(best, gain, last)):
             break
         u = _unit((w / lengths.clamp_min(_tiny(w))).flatten(-2) @ J.mT)
         if step == 2:  # the best rows stay
@@ -171,22 +171,29 @@ def _promising_rows(jacobian: _Jacobian, effort: _Effort) -> Tensor:
 
 
 def _subspace_norm(jacobian: _Jacobian, effort: _Effort) -> Tensor:
-    """The spectral norm, by turns of a subspace."""
+    """The spectral norm, from a subspace that takes in, turn by turn, the gradients of its most stretched axes."""
     x = _as_tokens(jacobian.x, "2")
-    w = _noise((effort.num_starts, *x.shape), x, effort.generator)
+    basis = _orthonormal(_noise((effort.num_starts, *x.shape), x, effort.generator))
+    images = jacobian.push(basis)
     best = gain = x.new_zeros(len(x))
     for _ in range(effort.max_steps):
-        w = jacobian.pull(_orthonormal(jacobian.push(_orthonormal(w))))
+        w = jacobian.pull(_orthonormal(images)[: effort.num_starts])
         last, gain = gain, torch.linalg.vector_norm(w, dim=(-2, -1)).amax(0) - best
         best = best + gain.clamp_min(0)
         if effort.is_enough(best, gain, last):
             break
+        for _ in range(2):  # twice is enough against rounding
+            known = torch.einsum("kbij,sbij->skb", basis, w)
+            w = _orthonormal(w - torch.einsum("skb,kbij->sbij", known, basis))
+        basis, images = torch.cat([basis, w]), torch.cat([images, jacobian.push(w)])
     return best
 
 
 def _orthonormal(stack: Tensor) -> Tensor:
-    """The principal axes of what a stack spans."""
-    return torch.linalg.svd(stack.squeeze(2).transpose(0, 1), full_matrices=False).Vh.transpose(0, 1).unsqueeze(2)
+    """The principal axes of what a stack spans, in order, and zeros for those that it does not span."""
+    _, lengths, axes = torch.linalg.svd(stack.squeeze(2).transpose(0, 1), full_matrices=False)
+    spanned = lengths > math.sqrt(torch.finfo(stack.dtype).eps) * lengths[:, :1]
+    return (axes * spanned.unsqueeze(-1)).transpose(0, 1).unsqueeze(2)
 
 
 def _as_tokens(x: Tensor, norm: Norm) -> Tensor:
@@ -321,12 +328,12 @@ class _Restarts(NamedTuple):
 def _ascend(f: Map, restarts: _Restarts, norm: Norm, rate: float, limit: float, step: int) -> _Restarts:
     """One turn in v, and in x one step of Adam with second moments per token and, as a matrix, over features."""
     x, v, best, best_x, mean, lengths, spread = restarts
-    y, pull = vjp(lambda x, v: jvp(f, (x,), (v,))[1], x, v)[:2]
+    y, pull, output = vjp(lambda x, v: jvp(f, (x,), (v,))[::-1], x, v, has_aux=True)  # type: ignore[misc]
     value = sequence_norm(y, norm)
     slope, w = pull(_attaining(y, norm))
     size = torch.linalg.vector_norm(x, dim=-1).mean(-1)[:, None, None]
     slope = slope * size / value.clamp_min(_tiny(x))[:, None, None]
-    fine = (value + (slope + w).sum((-2, -1))).isfinite()
+    fine = (value + (slope + w).sum((-2, -1)) + output.sum((-2, -1))).isfinite()
     better, fine = fine & (value > best), fine[:, None, None]
     best, best_x = value.where(better, best), x.where(better[:, None, None], best_x)
     slope = slope.where(fine, 0)
@@ -356,9 +363,10 @@ def _candidates(tokens: int, features: int, scales: Tensor, generator: torch.Gen
 
 
 def _two_turns(f: Map, x: Tensor, v: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    pull = vjp(f, x)[1]
+    output, pull = vjp(f, x)[:2]
     for _ in range(2):
         (w,) = pull(_attaining(jvp(f, (x,), (v,))[1], norm))
         v = _directions(w, norm)
     value = (v * w).sum((-2, -1))
-    return value.where(value.isfinite(), -math.inf), v
+    fine = (value + output.sum((-2, -1))).isfinite()
+    return value.where(fine, -math.inf), v

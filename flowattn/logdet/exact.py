@@ -28,7 +28,7 @@ class ExactLogDet(LogDet):
     ) -> tuple[Tensor, Tensor]:
         if contraction.structure != "dense":
             value, blocks = contraction.forward_and_diagonal(x, mask, context)
-            return value, blocks.logabsdet().sum(-1)
+            return value, blocks.logabsdet()
         value, J = contraction.forward_and_jacobian(x, mask, context)
         J = J.flatten(3).flatten(1, 2)
         identity = torch.eye(J.shape[-1], dtype=J.dtype, device=J.device)

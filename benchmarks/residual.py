@@ -1,0 +1,105 @@
+"""Invertible attention against `normflows.flows.Residual` around the very same contraction.
+
+    python -m benchmarks.residual
+
+prints the time of a training step (forward, log-determinant, backward) with the exact log-determinant over that of
+normflows' default, the unbiased estimator with its memory saving; then the time of the inverse to a certified error of
+1e-5 over that of normflows' inverse, with the true error of each; then how both steps grow with the number of tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import normflows
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.timing import medians
+from flowattn.contractions import Contraction, L2SelfAttention
+from flowattn.inverse import Solver
+from flowattn.lipschitz import token_norm
+from flowattn.logdet import ExactLogDet
+from flowattn.transforms import ResidualTransform
+
+CAUSAL = [(32, 64, 16, 4), (16, 128, 32, 4), (8, 256, 64, 8)]
+DENSE = [(64, 4, 2, 1), (64, 13, 3, 1)]
+GROWTH = [(8, tokens, 32, 4) for tokens in (32, 64, 128, 256, 512)]
+
+
+def rivals(contraction: Contraction, x: Tensor) -> dict:
+    """A training step of each."""
+    ours = ResidualTransform(copy.deepcopy(contraction), ExactLogDet())
+    theirs = normflows.flows.Residual(copy.deepcopy(contraction), reverse=False)
+    weight = torch.randn_like(x)
+
+    def step(block):
+        def run():
+            block.zero_grad()
+            y, logabsdet = block(x.clone().requires_grad_())
+            ((y * weight).sum() + logabsdet.sum()).backward()
+
+        return run
+
+    return {"flowattn": step(ours), "normflows": step(theirs)}
+
+
+def inverses(contraction: Contraction, x: Tensor) -> tuple[dict, dict]:
+    """The inverse of each, and the true error of each."""
+    theirs = normflows.flows.Residual(contraction, reverse=False).iresblock
+    precise = copy.deepcopy(contraction).double()
+    with torch.no_grad():
+        y = x + contraction(x)
+        truth = Solver(tolerance=1e-12).solve(precise, y.double()).x
+
+    def ours_run() -> Tensor:
+        return Solver(tolerance=1e-5).solve(contraction, y).x
+
+    def theirs_run() -> Tensor:
+        with torch.no_grad():
+            return theirs.inverse(y)
+
+    runs = {"flowattn": ours_run, "normflows": theirs_run}
+    return runs, {name: token_norm(run().double() - truth).max().item() for name, run in runs.items()}
+
+
+def main(rounds: int = 25) -> None:
+    """Prints the tables."""
+    torch.manual_seed(0)
+    np.random.seed(0)  # normflows draws the number of terms from numpy
+    print("Training step with the exact log-determinant, over normflows' unbiased estimator.")
+    print("| B x N x D x H | structure | flowattn, ms | normflows, ms | ratio |")
+    print("|---|---|---|---|---|")
+    for shape, causal in [*((s, True) for s in CAUSAL), *((s, False) for s in DENSE)]:
+        batch, tokens, features, heads = shape
+        x = torch.randn(batch, tokens, features)
+        t = medians(rivals(L2SelfAttention(features, heads, causal=causal), x), rounds, str(shape))
+        print(_row(shape, "causal" if causal else "dense", t), flush=True)
+    print("\nInverse to a certified error of 1e-5, over normflows' (largest true error of a sample beside it).")
+    print("| B x N x D x H | structure | flowattn, ms | normflows, ms | ratio | error, flowattn | error, normflows |")
+    print("|---|---|---|---|---|---|---|")
+    for shape, causal in [*((s, True) for s in CAUSAL), *((s, False) for s in DENSE), ((128, 64, 64, 8), False)]:
+        batch, tokens, features, heads = shape
+        runs, errors = inverses(
+            L2SelfAttention(features, heads, causal=causal, coefficient=0.9), torch.randn(batch, tokens, features)
+        )
+        row = _row(shape, "causal" if causal else "dense", medians(runs, rounds, str(shape)))
+        print(f"{row} {errors['flowattn']:.0e} | {errors['normflows']:.0e} |", flush=True)
+    print("\nGrowth of the training step with the number of tokens.")
+    print("| B x N x D x H | structure | flowattn, ms | normflows, ms | ratio |")
+    print("|---|---|---|---|---|")
+    for shape in GROWTH:
+        x = torch.randn(shape[0], shape[1], shape[2])
+        t = medians(rivals(L2SelfAttention(shape[2], shape[3], causal=True), x), max(5, rounds // 2), str(shape))
+        print(_row(shape, "causal", t), flush=True)
+
+
+def _row(shape: tuple[int, ...], structure: str, t: dict[str, float]) -> str:
+    ratio = t["flowattn"] / t["normflows"]
+    name = "x".join(map(str, shape))
+    return f"| {name} | {structure} | {t['flowattn']:.1f} | {t['normflows']:.1f} | {ratio:.2f} |"
+
+
+if __name__ == "__main__":
+    main()
