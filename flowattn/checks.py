@@ -1,6 +1,10 @@
-"""Refuses wrong input, in words: the argument, the rule and the value."""
+"""Refuses wrong input, in words: the argument, the rule and the value. And keeps autocast out where it would harm."""
 
 from __future__ import annotations
+
+import contextlib
+import operator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +15,16 @@ def can_look() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
 
 
+def without_autocast(like: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A context without autocast on the device of a tensor: a bound that is rounded is none."""
+    device = like.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+
+
 def check_positive(**sizes: int) -> None:
-    """Raises unless every named size is a whole number of at least 1."""
+    """Raises unless every named size is a whole number of at least 1, of Python or of numpy."""
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not hasattr(size, "__index__") or operator.index(size) < 1:
             raise ValueError(f"{name} must be a whole number of at least 1; got {name}={size!r}.")
 
 
@@ -58,7 +68,6 @@ def check_context(context: Tensor | None, x: Tensor, context_features: int | Non
             f"context must have shape [batch, {context_features}] or [batch, tokens, {context_features}] with "
             f"[batch, tokens] = {list(x.shape[:2])}; got {list(context.shape)}."
         )
-    check_finite("context", context)
 
 
 def check_finite(name: str, x: Tensor) -> None:

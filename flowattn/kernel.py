@@ -94,6 +94,31 @@ def _average(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool)
     return P @ v, P.diagonal(dim1=-2, dim2=-1), P
 
 
+def _changes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dbias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """How the averages and the weights change along a direction, None being none."""
+    P = softmax_weights(q, k, bias, causal)
+    change = torch.zeros_like(P)
+    if dq is not None:
+        change = change + dq @ k.mT
+    if dk is not None:
+        change = change + q @ dk.mT
+    if dbias is not None:
+        change = change + dbias
+    dP = P * change
+    dP = dP - P * dP.sum(-1, keepdim=True)
+    return dP @ v if dv is None else dP @ v + P @ dv, dP
+
+
 class _Attention(torch.autograd.Function):
     """`_fused`, whose own autograd graph travels in `graph` from forward to backward.
 
@@ -131,19 +156,11 @@ class _Attention(torch.autograd.Function):
         return dlogits @ k, dlogits.mT @ q, P.mT @ g, dbias, None, None
 
     @staticmethod
-    def jvp(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, dbias: Tensor | None, *_: None) -> Tensor:
+    def jvp(
+        ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, *_: None
+    ) -> Tensor:
         q, k, v, bias = ctx.saved_tensors
-        P = softmax_weights(q, k, bias, ctx.causal)
-        change = q.new_zeros(())
-        if dq is not None:
-            change = change + dq @ k.mT
-        if dk is not None:
-            change = change + q @ dk.mT
-        if dbias is not None:
-            change = change + dbias
-        weighted = P * change
-        dm = weighted @ v - weighted.sum(-1, keepdim=True) * (P @ v)
-        return dm if dv is None else dm + P @ dv
+        return _changes(q, k, v, bias, ctx.causal, dq, dk, dv, dbias)[0]
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -189,11 +206,10 @@ class _AttentionWithDiagonal(torch.autograd.Function):
         return dlogits @ k, dlogits.mT @ q, P.mT @ g, dbias, None
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        given = [t for t in ctx.saved_tensors if t is not None]
-        changes = [torch.zeros_like(t) if dt is None else dt for t, dt in zip(given, tangents, strict=False)]
-        change = torch.func.jvp(functools.partial(_average_of, ctx.causal), tuple(given), tuple(changes))[1]
-        return *change, None
+    def jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, *_: None) -> Any:
+        q, k, v, bias = ctx.saved_tensors
+        dm, dP = _changes(q, k, v, bias, ctx.causal, dq, dk, dv, dbias)
+        return dm, dP.diagonal(dim1=-2, dim2=-1), None
 
 
 def _average_of(causal: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import flowattn.contractions.attention as attention_module
 from flowattn.contractions import Compose, DotProductSelfAttention, FeedForward, L2SelfAttention, TokenLinear
 from flowattn.contractions.activations import ACTIVATIONS
 from flowattn.lipschitz import sequence_norm
-from flowattn.lipschitz.measure import search_lipschitz
+from flowattn.lipschitz.search import search_lipschitz
 
 FEATURES, TOKENS, CONTEXT = 3, 5, 2
 
@@ -299,7 +299,7 @@ def test_closed_forms_are_the_derivatives_by_autograd(make, mask):
     diagonal = J.diagonal(dim1=1, dim2=3).movedim(-1, 1)
     blocks = f.forward_and_diagonal(x, mask, context)[1]
     close(blocks.dense(), diagonal)
-    close(blocks.logabsdet(), torch.linalg.slogdet(torch.eye(FEATURES) + diagonal).logabsdet)
+    close(blocks.logabsdet(), torch.linalg.slogdet(torch.eye(FEATURES) + diagonal).logabsdet.sum(-1))
 
 
 @each
@@ -330,7 +330,7 @@ def test_blocks_of_a_triangular_map_give_the_determinant_of_all(make):
     x, context = inputs(f)
     J = f.forward_and_jacobian(x, None, context)[1].flatten(3).flatten(1, 2)
     whole = torch.linalg.slogdet(torch.eye(J.shape[-1]) + J).logabsdet
-    close(f.forward_and_diagonal(x, None, context)[1].logabsdet().sum(-1), whole)
+    close(f.forward_and_diagonal(x, None, context)[1].logabsdet(), whole)
 
 
 @each
@@ -426,7 +426,7 @@ def test_a_sequence_of_padding_is_all_zero_and_spoils_nothing(make):
     gradients = torch.autograd.grad(got.sum(), [x, *f.parameters()], allow_unused=True, materialize_grads=True)
     assert all(g.isfinite().all() for g in gradients)
     _, blocks = f.forward_and_diagonal(x, mask, context)
-    assert (blocks.logabsdet()[1] == 0).all()
+    assert blocks.logabsdet()[1] == 0
 
 
 @each
@@ -460,7 +460,8 @@ def test_bound_is_at_most_the_coefficient(make, dtype, scale):
     for tokens in (1, 2, 5, 9):
         bound = f.lipschitz_bound(tokens, f.norm).item()
         assert 0 < bound <= f.coefficient
-        if scale == 1e3 and not isinstance(f, Compose):  # whose parts may be contractions by themselves
+        short = f.norm == "2" and f.structure == "causal" and tokens < f.max_tokens  # scaled for the longest
+        if scale == 1e3 and not short and not isinstance(f, Compose):  # whose parts may be contractions themselves
             assert bound >= f.coefficient * (1 - 1e-5)
 
 

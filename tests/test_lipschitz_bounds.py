@@ -43,14 +43,14 @@ def test_visible_weight_is_its_sum(causal, masked):
                 for j in range(tokens):
                     seen = j != i and not (causal and j > i) and (mask is None or bool(mask[b, j]))
                     expected[b, h, i] += seen * math.exp(bias[h, i, j] - bias[h, i, i])
-    close(visible_weight(bias, causal=causal, mask=mask), expected if masked else expected[0])
+    close(visible_weight(bias, causal=causal, mask=mask).exp(), expected if masked else expected[0])
 
 
 def test_stretch_of_unbiased_tokens_counts_them():
     for others in (0, 1, 7, 63, 10**6):
         exact = 1 + 4 * lambert_w0(torch.tensor(others / math.e, dtype=torch.float64)).item()
         assert counted_stretch(others) == pytest.approx(exact, rel=1e-14)
-        close(attention_stretch(torch.tensor(float(others), dtype=torch.float64)).item(), exact)
+        close(attention_stretch(torch.tensor(float(others), dtype=torch.float64).log()).item(), exact)
 
 
 @pytest.mark.parametrize("num_keys", [1, 2, 5])
@@ -115,7 +115,7 @@ def test_weighted_heaps_never_exceed_the_stretch_and_come_near(width):
         y[0, :, 1:, 0] = torch.tensor([2.0, -2.0, 2.0, -2.0], dtype=torch.float64)
     e = torch.randn(num_starts, len(total), width, dtype=torch.float64)
     best = ascend(y, log_weight, e, steps=150, weights_move=False).amax(0)
-    most = attention_stretch(total)
+    most = attention_stretch(total.log())
     assert (best <= most * (1 + 1e-12)).all()
     assert (best >= most / 1.3).all()
 
@@ -223,11 +223,17 @@ def test_token_bound_is_its_formula(heads, features_out):
     W = torch.randn(heads, 4, 2, dtype=torch.float64)
     B = torch.randn(heads, 2, features_out, dtype=torch.float64)
     stretch = 1 + 5 * torch.rand(7, heads, 6, dtype=torch.float64)
+    ball = 1 + 5 * torch.rand(heads, 1, dtype=torch.float64)
     norm_W, norm_B = torch.linalg.matrix_norm(W, 2), torch.linalg.matrix_norm(B, 2)
-    by_head = torch.einsum("bhn,h->bn", stretch, norm_W * norm_B)
-    jointly = torch.linalg.matrix_norm(B.flatten(0, 1), 2) * (stretch * norm_W[:, None]).norm(dim=1)
-    exact = torch.minimum(by_head, jointly)
-    ratio = token_bound(W, B, stretch) / exact
+    alpha = (W.norm(dim=(1, 2)) / B.norm(dim=(1, 2)))[:, None, None]
+    mixed = torch.linalg.matrix_norm(alpha * B @ B.mT + W.mT @ W / alpha, 2) / 2
+    product = (norm_W * norm_B)[:, None]
+    by_head = product + (stretch - 1) * torch.minimum(product, mixed[:, None])
+    by_head = torch.minimum(by_head, ball * product).sum(1)
+    least = torch.minimum(stretch, ball)
+    jointly = torch.linalg.matrix_norm(B.flatten(0, 1), 2) * (least * norm_W[:, None]).norm(dim=1)
+    exact = by_head if heads == 1 else torch.minimum(by_head, jointly)
+    ratio = token_bound(W, B, stretch, ball=ball) / exact
     assert (ratio >= 1).all() and (ratio <= 1.06).all()
 
 

@@ -9,7 +9,8 @@ from torch.func import jacrev, vmap
 
 from flowattn.attention import l2_attention
 from flowattn.lipschitz import lambert_w0, measure
-from flowattn.lipschitz.measure import local_lipschitz, search_lipschitz
+from flowattn.lipschitz.measure import local_lipschitz
+from flowattn.lipschitz.search import search_lipschitz
 
 NORMS = ["token", "inf", "2"]
 every_norm = pytest.mark.parametrize("norm", NORMS)

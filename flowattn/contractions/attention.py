@@ -198,17 +198,17 @@ class L2SelfAttention(_SelfAttention):
     def radius(self) -> Tensor | None:
         """The radius R of each head, [H, 1, 1], or None."""
         if self.log_radius is not None:
-            return self.log_radius.exp()[:, None, None]
+            return self.log_radius.clamp(-30, 30).exp()[:, None, None]
         if self.fixed_radius is not None:
             return self.W.new_full((self.num_heads, 1, 1), self.fixed_radius)
         return None
 
     def free(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
-        m = l2_attention(self._heads(x, context), self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
+        m = l2_attention(self._heads(x, mask, context), self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
         return self._join(m)
 
     def free_linearize(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Push]:
-        z = self._heads(x, context)
+        z = self._heads(x, mask, context)
         m, attention_push = l2_attention_linearize(z, self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
 
         def push(v: Tensor) -> Tensor:
@@ -218,14 +218,14 @@ class L2SelfAttention(_SelfAttention):
         return self._join(m), push
 
     def free_diagonal(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, TokenBlocks]:
-        z = self._heads(x, context)
+        z = self._heads(x, mask, context)
         m, C = diagonal_blocks(z, self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
         if self.radius is not None:
             C = C @ into_ball_jacobian(z, self.radius)
         return self._join(m), HeadBlocks(C, self.W, self.B, x.new_ones(1))
 
     def free_jacobian(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        z = self._heads(x, context)
+        z = self._heads(x, mask, context)
         m, J = jacobian_blocks(z, self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
         if self.radius is not None:
             J = J @ into_ball_jacobian(z, self.radius).unsqueeze(-4)
@@ -240,24 +240,26 @@ class L2SelfAttention(_SelfAttention):
         B = self.B.unflatten(0, (self.num_heads, -1))
         R = self.radius
         ball = None if R is None else ball_stretch(R[..., 0].square() / math.sqrt(self.head_features))
-        if norm == "inf":
-            return infinity_bound(W, B, stretch, ball=ball)
-        rows = token_bound(W, B, stretch if ball is None else torch.minimum(stretch, ball))
-        if norm != "2":
-            return rows
-        # An input of length 1 has tokens of length at most 1, so a row moves no further than in the token norm, and
-        # sqrt(N) covers N such rows. Under a causal mask N is the longest length: no row may know its own.
-        if self.causal and self.max_tokens is not None:
-            return rows * math.sqrt(self.max_tokens)
-        return rows * (math.sqrt(num_tokens) if mask is None else mask.sum(-1, keepdim=True).clamp_min(1).sqrt())
+        # An input of length 1 has tokens of length at most 1: its rows move no further than in the token norm.
+        return (infinity_bound if norm == "inf" else token_bound)(W, B, stretch, ball=ball)
 
     def whole_bound(self, rows: Tensor, norm: Norm) -> Tensor:
-        return rows.square().mean(-1).sqrt() if norm == "2" else rows.amax(-1)
+        return torch.linalg.vector_norm(rows, dim=-1) if norm == "2" else rows.amax(-1)
 
-    def _heads(self, x: Tensor, context: Tensor | None) -> Tensor:
+    def spread(self, num_tokens: int, mask: Tensor | None) -> Tensor | float:
+        if self.norm != "2":
+            return 1.0
+        if self.causal and self.max_tokens is not None:  # no row may know how many there are
+            return math.sqrt(self.max_tokens)
+        return math.sqrt(num_tokens) if mask is None else mask.sum(-1, keepdim=True).clamp_min(1).to(self.W).sqrt()
+
+    def _heads(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
         y = x @ self.W
         if context is not None and self.U is not None:
             y = y + context @ self.U
+        if mask is not None:  # padding is hidden, but must not lie far off, where it would cost the others digits
+            first = mask.int().argmax(-1)[:, None, None]
+            y = torch.where(mask.unsqueeze(-1), y, y.take_along_dim(first, 1))
         z = self._split(y)
         return z if self.radius is None else into_ball(z, self.radius)
 
@@ -270,9 +272,10 @@ class L2SelfAttention(_SelfAttention):
             return attention_stretch(visible_weight(bias, causal=self.causal, mask=mask))
         if mask is not None:
             seen = mask.cumsum(-1) if self.causal else mask.sum(-1, keepdim=True).expand(mask.shape)
-            return attention_stretch((seen - 1).clamp_min(0).to(self.W.dtype)).unsqueeze(1)
+            return attention_stretch((seen - 1).clamp_min(0).to(self.W.dtype).log()).unsqueeze(1)
         if self.causal:
-            return attention_stretch(torch.arange(num_tokens, dtype=self.W.dtype, device=self.W.device)[None])
+            seen = torch.arange(num_tokens, dtype=self.W.dtype, device=self.W.device)
+            return attention_stretch(seen.log()).unsqueeze(0)
         return self.W.new_full((1, 1), counted_stretch(num_tokens - 1))
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from flowattn.checks import check_context, check_finite, check_mask, check_tokens
+from flowattn.checks import check_context, check_finite, check_mask, check_tokens, without_autocast
 from flowattn.contractions.blocks import DenseBlocks, TokenBlocks
 from flowattn.lipschitz.norms import Norm, check_norm
 
@@ -33,7 +34,7 @@ def full_precision(method: Method) -> Method:
     def wrapper(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled(x.device.type):
             return method(self, x, *args, **kwargs)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             return method(self, full(x), *map(full, args), **{k: full(v) for k, v in kwargs.items()})
 
     return wrapper  # type: ignore[return-value]
@@ -87,6 +88,10 @@ class Contraction(nn.Module):
         """The bound of the whole map from those of its rows."""
         return rows.amax(-1)
 
+    def spread(self, num_tokens: int, mask: Tensor | None) -> Tensor | float:
+        """How much smaller than that of the whole map the bounds of its rows must be."""
+        return 1.0
+
     def free_linearize(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Push]:
         """The free map at x, and its derivative there as a function of the direction."""
 
@@ -133,7 +138,9 @@ class Contraction(nn.Module):
         scale = self.scale(x.shape[1], mask).unsqueeze(-1)
 
         def push(v: Tensor) -> Tensor:
-            return free_push(v if mask is None else v.masked_fill(~mask.unsqueeze(-1), 0)) * scale
+            v = v.to(value.dtype)
+            with without_autocast(v):
+                return free_push(v if mask is None else v.masked_fill(~mask.unsqueeze(-1), 0)) * scale
 
         return value * scale, push
 
@@ -166,20 +173,32 @@ class Contraction(nn.Module):
 
     def scale(self, num_tokens: int, mask: Tensor | None = None) -> Tensor:
         """What row i of the free map is multiplied with: [N], [1], or [B, N] with a mask, zero at padding."""
-        if self.coefficient is None:
-            scale = next(self.parameters()).new_ones(1)
-        else:
-            bounds = self.row_bounds(num_tokens, mask, self.norm)
-            target = self.coefficient * (1 - 4 * torch.finfo(bounds.dtype).eps)  # rounded, still at most c
-            scale = target / bounds.clamp_min(target)
-        return scale if mask is None else scale * mask
+        like = self._like()
+        with without_autocast(like):
+            if self.coefficient is None:
+                scale = like.new_ones(1)
+            else:
+                bounds = self.row_bounds(num_tokens, mask, self.norm) * self.spread(num_tokens, mask)
+                target = self._target(bounds.dtype)
+                scale = target / bounds.clamp_min(target)
+            return scale if mask is None else scale * mask
 
     def lipschitz_bound(self, num_tokens: int, norm: Norm = "token") -> Tensor:
         """An upper bound of the Lipschitz constant of f on sequences of so many tokens."""
         check_norm(norm)
         self._check_length(num_tokens)
-        rows = self.row_bounds(num_tokens, None, norm) * self.scale(num_tokens)
-        return self.whole_bound(rows.expand(num_tokens), norm)
+        with without_autocast(self._like()):
+            rows = self.row_bounds(num_tokens, None, norm) * self.scale(num_tokens)
+            bound = self.whole_bound(rows.expand(num_tokens), norm)
+            scaled_for_it = self.coefficient is not None and norm == self.norm
+            return bound.clamp_max(self._target(bound.dtype)) if scaled_for_it else bound
+
+    def _target(self, dtype: torch.dtype) -> float:
+        assert self.coefficient is not None
+        return self.coefficient * (1 - 4 * torch.finfo(dtype).eps)  # rounded, still at most the coefficient
+
+    def _like(self) -> Tensor:
+        return next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0))
 
     def _scaled(self, value: Tensor, mask: Tensor | None) -> Tensor:
         if self.coefficient is None and mask is None:
@@ -194,8 +213,11 @@ class Contraction(nn.Module):
             x = x.masked_fill(~mask.unsqueeze(-1), 0)
         check_finite("x", x)
         check_context(context, x, self.context_features)
-        if context is not None and context.ndim == 2:
-            context = context.unsqueeze(1)
+        if context is not None:
+            if mask is not None and context.shape[:2] == mask.shape and context.ndim == 3:
+                context = context.masked_fill(~mask.unsqueeze(-1), 0)
+            check_finite("context", context)
+            context = context.unsqueeze(1) if context.ndim == 2 else context
         return x, context
 
     def _check_length(self, num_tokens: int) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowattn.checks import without_autocast
+
 
 class TokenBlocks(ABC):
     """One square or oblong block per token, [B, N, D_out, D_in]."""
@@ -60,9 +62,10 @@ class HeadBlocks(TokenBlocks):
 
     def dense(self) -> Tensor:
         batch, heads, tokens, width, _ = self.C.shape
-        W = self.W.mT.unflatten(0, (heads, width))
-        right = self._scaled_C().permute(1, 3, 0, 2, 4).reshape(heads, -1, width) @ W
-        return (self.B.mT @ right.view(heads * width, -1)).view(-1, batch, tokens, len(self.W)).movedim(0, 2)
+        with without_autocast(self.C):
+            W = self.W.mT.unflatten(0, (heads, width))
+            right = self._scaled_C().permute(1, 3, 0, 2, 4).reshape(heads, -1, width) @ W
+            return (self.B.mT @ right.view(heads * width, -1)).view(-1, batch, tokens, len(self.W)).movedim(0, 2)
 
     def scaled(self, scale: Tensor) -> HeadBlocks:
         return HeadBlocks(self.C, self.W, self.B, self.c * scale)
@@ -71,8 +74,9 @@ class HeadBlocks(TokenBlocks):
         features, inner = self.W.shape
         if inner > features or torch.compiler.is_compiling():
             return DenseBlocks(self.dense()).logabsdet()
-        K = (self.B @ self.W).mT.unflatten(0, (self.C.shape[1], -1))
-        logabsdet: Tensor = _HeadLogAbsDet.apply(self._scaled_C(), K)[0]
+        with without_autocast(self.C):
+            K = (self.B @ self.W).mT.unflatten(0, (self.C.shape[1], -1))
+            logabsdet: Tensor = _HeadLogAbsDet.apply(self._scaled_C(), K)[0]
         return logabsdet
 
     def _scaled_C(self) -> Tensor:
@@ -111,7 +115,7 @@ class _HeadLogAbsDet(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(*inputs, *output[1:])
-        ctx.save_for_forward(*inputs)
+        ctx.save_for_forward(*inputs, *output[1:])
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
@@ -122,10 +126,14 @@ class _HeadLogAbsDet(torch.autograd.Function):
         return dC * g[:, None, None, None, None], torch.einsum("b,bhij->hij", g, dK)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        inputs = ctx.saved_tensors
-        changes = tuple(torch.zeros_like(t) if dt is None else dt for t, dt in zip(inputs, tangents, strict=True))
-        return torch.func.jvp(_plain_head_logabsdet, inputs, changes)[1], None, None
+    def jvp(ctx: Any, C_change: Tensor | None, K_change: Tensor | None) -> Any:
+        _, _, dC, dK = ctx.saved_tensors
+        change = dC.new_zeros(len(dC))
+        if C_change is not None:
+            change = change + (dC * C_change).sum((1, 2, 3, 4))
+        if K_change is not None:
+            change = change + (dK * K_change).sum((1, 2, 3))
+        return change, None, None
 
 
 def _plain_head_logabsdet(C: Tensor, K: Tensor) -> Tensor:

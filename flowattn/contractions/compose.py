@@ -31,6 +31,9 @@ class Compose(Contraction):
     def __init__(self, *parts: Contraction, coefficient: float | None = 0.97) -> None:
         if not parts:
             raise ValueError("parts must hold at least one map; got none.")
+        for k, part in enumerate(parts):
+            if not isinstance(part, Contraction):
+                raise TypeError(f"parts must be Contractions; got {type(part).__name__} as part {k}.")
         for k, (one, other) in enumerate(itertools.pairwise(parts)):
             if one.out_features != other.features:
                 raise ValueError(

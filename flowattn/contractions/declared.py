@@ -61,4 +61,4 @@ class Declared(Contraction):
     def row_bounds(self, num_tokens: int, mask: Tensor | None = None, norm: Norm = "token") -> Tensor:
         if norm != self.norm:
             raise ValueError(f"the bound is declared in norm={self.norm!r} only; got norm={norm!r}.")
-        return next(self.parameters()).new_full((1,), self.bound)
+        return self._like().new_full((1,), self.bound)

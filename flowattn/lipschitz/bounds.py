@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowattn.lipschitz.lambert import lambert_w0
+from flowattn.lipschitz.lambert import wright_omega
 from flowattn.lipschitz.norms import spectral_norm_bound
 
 
@@ -27,45 +27,48 @@ def visible_weight(
     bias: Float[Tensor, "*heads tokens tokens"],
     *,
     causal: bool = False,
-    mask: Bool[Tensor, " batch tokens"] | None = None,
+    mask: Bool[Tensor, "batch tokens"] | None = None,
 ) -> Float[Tensor, "*batch_heads tokens"]:
-    r"""How much the tokens that i sees weigh before distance counts, against i itself.
+    r"""How much the tokens that i sees weigh before distance counts, against i itself, as a logarithm.
 
-    .. math:: S_i = \sum_{j \ne i \text{ visible}} e^{b_{ij} - b_{ii}}
+    .. math:: \log S_i, \qquad S_i = \sum_{j \ne i \text{ visible}} e^{b_{ij} - b_{ii}}
 
-    Without bias it is the number of the other visible tokens. A mask puts a batch dimension in front.
+    Without bias S is the number of the other visible tokens. A mask puts a batch dimension in front.
 
     Example:
-        >>> visible_weight(torch.zeros(3, 3), causal=True)
+        >>> visible_weight(torch.zeros(3, 3), causal=True).exp()
         tensor([0., 1., 2.])
     """
     own = bias.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     visible = ~torch.eye(bias.shape[-1], dtype=torch.bool, device=bias.device)
     if causal:
         visible = visible.tril()
-    weight = torch.where(visible, bias - own, -math.inf).exp()
-    if mask is None:
-        return weight.sum(-1)
-    return torch.einsum("...ij,bj->b...i", weight, mask.to(weight.dtype))
+    if mask is not None:
+        mask = mask.reshape(len(mask), *[1] * (bias.ndim - 1), -1)
+        visible = visible & mask
+    # A row that sees nothing but itself has log 0 = -inf, whose gradient must be 0 and not NaN.
+    alone = ~visible.any(-1)
+    logs = torch.where(visible | alone.unsqueeze(-1), bias - own, -math.inf)
+    return torch.where(alone, -math.inf, logs.logsumexp(-1))
 
 
-def attention_stretch(weight: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    r"""How far row i of the attention moves when every token moves by at most one.
+def attention_stretch(log_weight: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    r"""How far row i of the attention moves when every token moves by at most one, given log S_i.
 
     .. math:: \kappa_i \le 1 + 4 W_0(S_i / e)
 
     Proof. :math:`dm_i = \sum_j P_{ij} dz_j + \sum_j P_{ij} dL_{ij} (z_j - m_i)` with
     :math:`|dL_{ij}| \le \frac4s |z_i - z_j|`. The first sum is at most 1. For the second, by Cauchy-Schwarz and
     because the variance is the smallest second moment,
-    :math:`\sum_j P_{ij} |z_j - m_i| |z_i - z_j| \le \sum_j P_{ij} |z_i - z_j|^2`. With :math:`d_j = |z_i - z_j|^2 / s`
-    this is :math:`s \sum_j w_j d_j e^{-d_j} / (1 + \sum_j w_j e^{-d_j})`, largest where all
-    :math:`d_j = 1 + W_0(S_i / e)`, with the value :math:`s W_0(S_i / e)`.
+    :math:`\sum_j P_{ij} |z_j - m_i| |z_i - z_j| \le \sum_j P_{ij} |z_i - z_j|^2`. With
+    :math:`d_j = |z_i - z_j|^2 / s` this is :math:`s \sum_j w_j d_j e^{-d_j} / (1 + \sum_j w_j e^{-d_j})`, largest where
+    all :math:`d_j = 1 + W_0(S_i / e)`, with the value :math:`s W_0(S_i / e)`.
 
     Example:
-        >>> attention_stretch(torch.tensor([0.0, math.e**2]))
+        >>> attention_stretch(torch.tensor([-math.inf, 2.0]))
         tensor([1., 5.])
     """
-    return 1 + 4 * lambert_w0(weight / math.e)
+    return 1 + 4 * wright_omega(log_weight - 1)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -78,7 +81,7 @@ def counted_stretch(num_others: int) -> float:
         1.0
     """
     with torch.inference_mode(False):
-        return attention_stretch(torch.tensor(float(num_others), dtype=torch.float64)).item()
+        return attention_stretch(torch.tensor(float(num_others), dtype=torch.float64).log()).item()
 
 
 def ball_stretch(ratio: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
@@ -109,33 +112,54 @@ def ball_stretch(ratio: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         >>> ball_stretch(torch.tensor([0.0, 1.0]))
         tensor([1.0000, 2.4709])
     """
-    return torch.minimum((1 + (2.4 * ratio).square()).sqrt(), 1.105 * (1 + (2 * ratio).square()).sqrt())
+    one = torch.ones_like(ratio)
+    return torch.minimum(torch.hypot(one, 2.4 * ratio), 1.105 * torch.hypot(one, 2 * ratio))
 
 
 def token_bound(
     W: Float[Tensor, "heads features width"],
     B: Float[Tensor, "heads width features_out"],
     stretch: Float[Tensor, "*batch #heads tokens"],
+    *,
+    ball: Float[Tensor, "*_ #heads #tokens"] | None = None,
 ) -> Float[Tensor, "*batch tokens"]:
     r"""The Lipschitz constant of each row of attention in the token norm is at most this.
 
-    .. math:: L_i = \min\Bigl( \sum_h \kappa_i^h |W_h|_2 |B_h|_2,\;
-        |B|_2 \sqrt{\textstyle\sum_h (\kappa_i^h |W_h|_2)^2} \Bigr)
+    .. math:: L_i = \min\Bigl( \sum_h \min\bigl(|W_h||B_h| + (\kappa_i^h - 1) \gamma_h,\; \kappa_R^h |W_h||B_h|\bigr),\;
+        |B| \sqrt{\textstyle\sum_h (\min(\kappa_i^h, \kappa_R^h) |W_h|)^2} \Bigr), \qquad
+        \gamma_h = \min\bigl(|W_h||B_h|,\; \tfrac12 |\alpha B_h B_h^T + \alpha^{-1} W_h^T W_h|\bigr)
+
+    with :math:`\kappa` the `stretch`, :math:`\kappa_R` the `ball`, spectral norms and any :math:`\alpha > 0`; it is
+    :math:`|W|_F / |B|_F` here.
+
+    Proof. That each term is at most :math:`\kappa |W||B|`, and the second form, follow from the triangle inequality.
+    With :math:`\gamma` in place of :math:`|W||B|`: in the proof of `attention_stretch` the second sum of
+    :math:`B^T dm_i` has the two parts :math:`\frac2s B^T \operatorname{Cov}_i W^T dx_i` and
+    :math:`\frac2s \sum_j P_{ij} B^T (z_j - m_i) (z_i - z_j)^T W^T dx_j`. With :math:`\Sigma_i` the second moment about
+    :math:`z_i`, which is at least the covariance, each is at most
+    :math:`\frac2s \sqrt{\operatorname{tr}(B B^T \Sigma_i) \operatorname{tr}(W^T W \Sigma_i)} \le
+    \frac2s \operatorname{tr}\bigl(\tfrac12(\alpha B B^T + \alpha^{-1} W^T W) \Sigma_i\bigr) \le
+    \frac2s \gamma \operatorname{tr} \Sigma_i`, and :math:`\operatorname{tr} \Sigma_i \le s W_0(S_i/e)`. What W
+    stretches most, B need not.
 
     Cost: that of the spectral norms, the same for any number of tokens.
     """
-    heads = W.shape[0]
-    if W.shape[1] == B.shape[2]:
-        norm_W, norm_B = spectral_norm_bound(torch.stack([W.mT, B])).unbind()
-    else:
-        norm_W, norm_B = spectral_norm_bound(W), spectral_norm_bound(B)
-    stretched = stretch * norm_W.unsqueeze(-1)
-    by_head = (stretched * norm_B.unsqueeze(-1)).sum(-2)
-    if heads == 1:
-        return by_head
+    tiny = torch.finfo(W.dtype).tiny
+    gram_W, gram_B = W.mT @ W, B @ B.mT
+    traces = [gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(tiny) for gram in (gram_W, gram_B)]
+    alpha = (traces[0] / traces[1]).sqrt()[:, None, None]
+    norms = spectral_norm_bound(torch.stack([gram_W, gram_B, (gram_B * alpha + gram_W / alpha) / 2])).unsqueeze(-1)
+    norm_W, norm_B = norms[:2].clamp_min(tiny).sqrt()
+    product = norm_W * norm_B
+    by_head = product + (stretch - 1) * torch.minimum(product, norms[2])
+    if ball is not None:
+        by_head = torch.minimum(by_head, ball * product)
+        stretch = torch.minimum(stretch, ball)
+    if len(W) == 1:
+        return by_head.squeeze(-2)
     # The stack of all heads is the one large matrix here; half the digits of the others are enough for it.
-    jointly = spectral_norm_bound(B.flatten(0, 1), tolerance=0.05) * torch.linalg.vector_norm(stretched, dim=-2)
-    return torch.minimum(by_head, jointly)
+    norm_all = spectral_norm_bound(B.flatten(0, 1), tolerance=0.05)
+    return torch.minimum(by_head.sum(-2), norm_all * torch.linalg.vector_norm(stretch * norm_W, dim=-2))
 
 
 def infinity_bound(
@@ -143,7 +167,7 @@ def infinity_bound(
     B: Float[Tensor, "heads width features_out"],
     stretch: Float[Tensor, "*batch #heads tokens"],
     *,
-    ball: Float[Tensor, "*batch #heads #tokens"] | None = None,
+    ball: Float[Tensor, "*_ #heads #tokens"] | None = None,
 ) -> Float[Tensor, "*batch tokens"]:
     r"""The Lipschitz constant of each row of attention in the norm of the largest entry is at most this.
 

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowattn.checks import without_autocast
+
 #: "token": the longest token, in Euclidean length. "inf": the largest entry. "2": the length of all entries together.
 Norm = Literal["token", "inf", "2"]
 
@@ -66,35 +68,41 @@ def spectral_norm_bound(
         tensor(3.0000)
     """
     rows, columns = matrix.shape[-2:]
-    W = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
-    rank = min(rows, columns)
-    num_squarings = math.ceil(math.log2(max(1.0, math.log(rank) / (4 * math.log1p(tolerance)))))
-    if torch.compiler.is_compiling():
-        bound = _gram_iteration(W, num_squarings)[0]
-    else:
-        bound = _GramIteration.apply(W, num_squarings)[0]
-    # The margin of single precision for all: a map must not change when it is evaluated in double.
-    return bound * (1 + 2 * (rows + columns) * torch.finfo(torch.float32).eps)
+    with without_autocast(matrix):
+        W = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
+        rank = min(rows, columns)
+        num_squarings = math.ceil(math.log2(max(1.0, math.log(rank) / (4 * math.log1p(tolerance)))))
+        if torch.compiler.is_compiling():
+            bound = _gram_iteration(W, num_squarings)[0]
+        else:
+            bound = _GramIteration.apply(W, num_squarings)[0]
+        # The margin of single precision for all: a map must not change when it is evaluated in double.
+        return bound * (1 + 2 * (rows + columns) * torch.finfo(torch.float32).eps)
 
 
 def _gram_iteration(W: Tensor, num_squarings: int) -> list[Tensor]:
     """The bound, and the powers A, A^2, A^4, ... on the way to it, each up to a factor."""
     rows, columns = W.shape[-2:]
     tiny = torch.finfo(W.dtype).tiny
-    bound = _frobenius(W)
-    W = W / bound.clamp_min(tiny)
+    bound = _size(W)
+    W = W / bound
     power = W @ W.mT if rows <= columns else W.mT @ W
     powers = []
     for k in range(num_squarings + 1):
         if k % 3 == 0 or k == num_squarings:  # three squarings shrink a power of norm 1 to no less than r^-4
             # The clamp is for a zero matrix, whose bound is 0 and whose gradient is 0, where the root has none.
-            scale = _frobenius(power).clamp_min(tiny)
+            scale = torch.linalg.vector_norm(power, dim=(-2, -1), keepdim=True).clamp_min(tiny)
             bound = bound * scale ** (0.5 / 2**k)
             power = power / scale
         powers.append(power)
         if k < num_squarings:
             power = power @ power
     return [bound.squeeze((-2, -1)), *powers]
+
+
+def _size(W: Tensor) -> Tensor:
+    """The largest entry. A bound of W / size times size does not depend on it, so it needs no gradient."""
+    return W.detach().abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(W.dtype).tiny)
 
 
 class _GramIteration(torch.autograd.Function):
@@ -110,7 +118,7 @@ class _GramIteration(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         W, ctx.num_squarings = inputs
         ctx.save_for_backward(W, *output)
-        ctx.save_for_forward(W)
+        ctx.save_for_forward(W, *output)
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
@@ -119,21 +127,22 @@ class _GramIteration(torch.autograd.Function):
         if torch.is_grad_enabled():
             pull = torch.func.vjp(lambda W: _gram_iteration(W, ctx.num_squarings)[0], W)[1]
             return *pull(g), None
-        # tr A^2p has the gradient A^(2p-1) = A^p A^(p-1), and p - 1 = p/2 + ... + 2 + 1. The factors that
-        # the powers were divided by are restored by <gradient, W> = bound, the map being homogeneous.
-        product = powers[-1]
-        for power in reversed(powers[:-1]):
-            product = product @ power
-        direction = product @ W if product.shape[-1] == W.shape[-2] else W @ product
-        along = (direction * W).sum((-2, -1), keepdim=True).clamp_min(torch.finfo(W.dtype).tiny)
-        return direction * (g * bound)[..., None, None] / along, None
+        return _gradient(W, bound, powers) * g[..., None, None], None
 
     @staticmethod
     def jvp(ctx: Any, dW: Tensor, *_: None) -> Any:
-        (W,) = ctx.saved_tensors
-        bound = torch.func.jvp(lambda W: _gram_iteration(W, ctx.num_squarings)[0], (W,), (dW,))[1]
-        return bound, *[None] * (ctx.num_squarings + 1)
+        W, bound, *powers = ctx.saved_tensors
+        return (_gradient(W, bound, powers) * dW).sum((-2, -1)), *[None] * len(powers)
 
 
-def _frobenius(matrix: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+def _gradient(W: Tensor, bound: Tensor, powers: list[Tensor]) -> Tensor:
+    # tr A^2p has the gradient A^(2p-1) W with A^(2p-1) = A^p A^(p-1) and p - 1 = p/2 + ... + 2 + 1. The factors that
+    # the powers were divided by are restored by <gradient, W> = bound, the map being homogeneous.
+    product = powers[-1]
+    for power in reversed(powers[:-1]):
+        product = product @ power
+    size = _size(W)
+    W = W / size
+    direction = product @ W if product.shape[-1] == W.shape[-2] else W @ product
+    along = (direction * W).sum((-2, -1), keepdim=True).clamp_min(torch.finfo(W.dtype).tiny)
+    return direction / along * (bound[..., None, None] / size)
