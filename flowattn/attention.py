@@ -188,15 +188,9 @@ def diagonal_blocks(
     """
     z, centre = _centred(z, causal)
     width, s = z.shape[-1], math.sqrt(z.shape[-1])
-    rows, columns = torch.triu_indices(width, width, device=z.device)
-    values = torch.cat([z, z[..., rows] * z[..., columns]], -1)  # the second moments are symmetric
-    averages, own = attention_with_diagonal(*_queries_and_keys(z), values, bias, causal=causal)
-    m, half = averages.split([width, len(rows)], -1)
-    place = torch.zeros(width, width, dtype=torch.long, device=z.device)
-    place[rows, columns] = place[columns, rows] = torch.arange(len(rows), device=z.device)
-    second = half[..., place.flatten()].unflatten(-1, (width, width))
+    averages, own = attention_with_diagonal(*_queries_and_keys(z), _with_squares(z), bias, causal=causal)
+    m, covariance = _mean_and_covariance(averages, width)
     identity = torch.eye(width, dtype=z.dtype, device=z.device)
-    covariance = second - m.unsqueeze(-1) * m.unsqueeze(-2)
     return m + centre, covariance * (2 / s) + own[..., None, None] * identity
 
 
@@ -216,7 +210,7 @@ def jacobian_blocks(
     z, centre = _centred(z, causal)
     width = z.shape[-1]
     P = _weights(z, bias, causal)
-    m, covariance = _moments(P, z)
+    m, covariance = _mean_and_covariance(P @ _with_squares(z), width)
     to_key = z.unsqueeze(-3) - m.unsqueeze(-2)
     apart = z.unsqueeze(-2) - z.unsqueeze(-3)
     identity = torch.eye(width, dtype=z.dtype, device=z.device)
@@ -247,8 +241,10 @@ def _weights(z: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
     return softmax_weights(*_queries_and_keys(z), bias, causal)
 
 
-def _moments(P: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    width = z.shape[-1]
-    squares = (z.unsqueeze(-1) * z.unsqueeze(-2)).flatten(-2)
-    m, second = (P @ torch.cat([z, squares], -1)).split([width, width * width], -1)
+def _with_squares(z: Tensor) -> Tensor:
+    return torch.cat([z, (z.unsqueeze(-1) * z.unsqueeze(-2)).flatten(-2)], -1)
+
+
+def _mean_and_covariance(averages: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    m, second = averages.split([width, width * width], -1)
     return m, second.unflatten(-1, (width, width)) - m.unsqueeze(-1) * m.unsqueeze(-2)

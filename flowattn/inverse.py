@@ -73,7 +73,7 @@ class Solver:
     def solve(self, f: Contraction, y: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Solution:
         """The inverse of x + f(x) at y [B, N, D]; padding is zero."""
         y, context = f._checked(y, mask, context)
-        lipschitz = f.lipschitz_bound(y.shape[1], f.norm).item()
+        lipschitz = _lipschitz(f, y.shape[1])
         if not lipschitz < 1:
             raise InverseNotConverged(
                 f"x + f(x) is not known to be invertible: the Lipschitz bound of f is {lipschitz:.3g}, not below 1. "
@@ -160,7 +160,7 @@ def invert(
         change = f(leaf, mask, context)
         if y.requires_grad or change.grad_fn is not None:
             x = (y if mask is None else y.masked_fill(~mask.unsqueeze(-1), 0)) - change
-            lipschitz = f.lipschitz_bound(y.shape[1], f.norm).item()
+            lipschitz = _lipschitz(f, y.shape[1])
             x.register_hook(lambda g: _solve_adjoint(change, leaf, g, f.norm, lipschitz, solver))
     return x if mask is None else torch.where(mask.unsqueeze(-1), x, y)
 
@@ -194,6 +194,11 @@ def _solve_adjoint(
             f"the gradient of the inverse was not found in max_steps={solver.max_steps}. Raise max_steps."
         )
     return u
+
+
+def _lipschitz(f: Contraction, num_tokens: int) -> float:
+    """A constant that f is known not to exceed, in its norm; its coefficient, which costs nothing, if it has one."""
+    return f.lipschitz_bound(num_tokens, f.norm).item() if f.coefficient is None else f.coefficient
 
 
 def _pick(t: Tensor | None, samples: Tensor) -> Tensor | None:

@@ -81,12 +81,11 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -
 
 
 def softmax_weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    if causal:  # as a bias: a fill would be one more sweep to differentiate
+        hidden = causal_bias(q.new_zeros(q.shape[-2], k.shape[-2]))
+        bias = hidden if bias is None else bias + hidden
     logits = q @ k.mT
-    if bias is not None:
-        logits = logits + bias
-    if causal:
-        logits = logits + causal_bias(logits.new_zeros(logits.shape[-2:]))  # cheaper to differentiate than a fill
-    return logits.softmax(-1)
+    return (logits if bias is None else logits + bias).softmax(-1)
 
 
 def _average(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,8 +12,20 @@ from nflows.transforms.base import Transform
 from torch import nn
 
 from flowattn.context import keep_padding, pack_context, split_context, sum_over_tokens, zero_padding
+from flowattn.contractions import Compose, Declared, FeedForward, L2SelfAttention
+from flowattn.flows import AttentionFlow
+from flowattn.inverse import Solver
+from flowattn.logdet import PowerSeries, RussianRoulette
 from flowattn.testing import CHECKS, ContractViolation, check_transform
-from flowattn.transforms import AttentionCoupling, FeedForwardCoupling, TokenActNorm, Tokenwise
+from flowattn.transforms import (
+    AttentionCoupling,
+    FeedForwardCoupling,
+    InvertibleAttention,
+    InvertibleFeedForward,
+    ResidualTransform,
+    TokenActNorm,
+    Tokenwise,
+)
 
 
 @dataclass
@@ -72,6 +84,64 @@ def layer() -> Transform:
     )
 
 
+class Sway(nn.Module):
+    """A user's own map of each token: 0.5-Lipschitz, because a matrix over its norm is not longer than 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x):
+        return 0.5 * torch.sin(x @ self.weight / self.weight.norm())
+
+
+class Mix(Sway):
+    """One that mixes tokens: each goes by the mean of the real ones, or of those up to itself."""
+
+    def __init__(self, causal=False):
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, x, mask):
+        real = torch.ones_like(x[..., :1]) if mask is None else mask.unsqueeze(-1).to(x.dtype)
+        if self.causal:
+            mean = (x * real).cumsum(1) / real.cumsum(1).clamp_min(1)
+        else:
+            mean = (x * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp_min(1)
+        return super().forward(mean.expand_as(x))
+
+
+def attention(num_heads: int = 2, head_features: int = 2, **options: Any) -> Callable[[], Transform]:
+    # Finite differences want an inverse that is better than usual.
+    solver = Solver(tolerance=1e-12) if torch.get_default_dtype() == torch.float64 else None
+    return lambda: InvertibleAttention(3, num_heads, head_features=head_features, solver=solver, **options)
+
+
+def declared(module: nn.Module, structure: str) -> Transform:
+    return ResidualTransform(
+        Declared(module, features=3, bound=0.5, structure=structure, takes_mask=isinstance(module, Mix))
+    )
+
+
+def chain(causal: bool) -> Transform:
+    """Parts that are scaled and parts that are not, wide ones and narrow ones."""
+    return ResidualTransform(
+        Compose(
+            FeedForward(3, 5, activation="tanh", out_features=4, coefficient=None),
+            L2SelfAttention(4, 2, causal=causal, position_bias="alibi", coefficient=0.8),
+            L2SelfAttention(4, 2, causal=causal, coefficient=None),
+            FeedForward(4, 5, activation="clipswish", out_features=3, context_features=2, coefficient=None),
+            coefficient=0.9,
+        )
+    )
+
+
+def whole_flow(**options: Any) -> Transform:
+    return AttentionFlow((4, 3), depth=1, num_heads=2, head_features=2, hidden=6, **options)._transform
+
+
+ESTIMATED = {"stochastic": True, "num_draws": 128}
+
 TRANSFORMS = {
     "Tokenwise(LULinear)": Entry(lambda: Tokenwise(nf.LULinear(3, identity_init=False))),
     "Tokenwise(ReversePermutation)": Entry(lambda: Tokenwise(nf.ReversePermutation(3))),
@@ -106,6 +176,62 @@ TRANSFORMS = {
         context=packed,
     ),
     "a layer of all": Entry(layer),
+    "InvertibleAttention": Entry(attention()),
+    "InvertibleAttention, causal": Entry(attention(3, 1, causal=True)),
+    "InvertibleAttention, learned bias": Entry(attention(position_bias="learned", max_tokens=4)),
+    "InvertibleAttention, alibi, radius": Entry(attention(position_bias="alibi", radius=0.7)),
+    "InvertibleAttention, causal, learned bias, learned radius": Entry(
+        attention(1, 2, causal=True, position_bias="learned", max_tokens=4, radius="learned")
+    ),
+    "InvertibleAttention, many heads": Entry(attention(5, radius="learned")),
+    "InvertibleAttention, causal, many heads": Entry(attention(5, causal=True)),
+    "InvertibleAttention, lift": Entry(attention(lift=6, radius="learned")),
+    "InvertibleAttention, causal, lift, alibi": Entry(attention(lift=6, causal=True, position_bias="alibi")),
+    "InvertibleAttention, sequence features": Entry(attention(context_features=2), context=sequence_features),
+    "InvertibleAttention, causal, token features": Entry(
+        attention(causal=True, context_features=2), context=token_features
+    ),
+    "InvertibleAttention, packed context": Entry(
+        attention(context_features=2, position_bias="learned", max_tokens=4, radius="learned"), context=packed
+    ),
+    "InvertibleAttention, lift, packed context": Entry(attention(lift=4, context_features=2), context=packed),
+    "InvertibleAttention, norm inf": Entry(attention(norm="inf", coefficient=0.9)),
+    "InvertibleAttention, norm 2": Entry(attention(norm="2", radius="learned")),
+    "InvertibleAttention, causal, norm 2": Entry(attention(1, 2, causal=True, norm="2", max_tokens=4)),
+    "InvertibleAttention, roulette": Entry(attention(logdet=RussianRoulette(), coefficient=0.7), options=ESTIMATED),
+    "InvertibleAttention, causal, roulette, packed context": Entry(
+        attention(causal=True, context_features=2, logdet=RussianRoulette(2, survival=0.3, num_probes=2)),
+        context=packed,
+        options=ESTIMATED,
+    ),
+    "InvertibleAttention, lift, power series": Entry(
+        attention(lift=4, logdet=PowerSeries(num_terms=16), coefficient=0.3), options=ESTIMATED
+    ),
+    "InvertibleFeedForward, lipswish": Entry(lambda: InvertibleFeedForward(3, 8)),
+    "InvertibleFeedForward, clipswish": Entry(lambda: InvertibleFeedForward(3, 8, activation="clipswish")),
+    "InvertibleFeedForward, tanh, three layers": Entry(
+        lambda: InvertibleFeedForward(3, 8, activation="tanh", num_layers=3)
+    ),
+    "InvertibleFeedForward, sin, packed context": Entry(
+        lambda: InvertibleFeedForward(3, 8, activation="sin", context_features=2), context=packed
+    ),
+    "InvertibleFeedForward, roulette": Entry(
+        lambda: InvertibleFeedForward(3, 8, logdet=RussianRoulette(), coefficient=0.7), options=ESTIMATED
+    ),
+    "ResidualTransform(Declared), tokenwise": Entry(lambda: declared(Sway(), "tokenwise")),
+    "ResidualTransform(Declared), causal": Entry(lambda: declared(Mix(causal=True), "causal")),
+    "ResidualTransform(Declared), dense": Entry(lambda: declared(Mix(), "dense")),
+    "ResidualTransform(Declared), roulette": Entry(
+        lambda: ResidualTransform(Declared(Mix(), features=3, bound=0.5, takes_mask=True), logdet=RussianRoulette()),
+        options=ESTIMATED,
+    ),
+    "ResidualTransform(Compose), dense": Entry(lambda: chain(causal=False), context=sequence_features),
+    "ResidualTransform(Compose), causal": Entry(lambda: chain(causal=True), context=packed),
+    "AttentionFlow": Entry(whole_flow),
+    "AttentionFlow, causal, packed context": Entry(
+        lambda: whole_flow(causal=True, position_bias="learned", context_features=2), context=packed
+    ),
+    "InverseTransform(InvertibleAttention)": Entry(lambda: nf.InverseTransform(attention()())),
 }
 #: Checks that choose their precision themselves, or take long.
 ONLY_IN_DOUBLE = {

@@ -144,7 +144,7 @@ def _invert_by_heads(A: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The inverses of A [..., n, n] and log|det A|, by halves that hold whole heads."""
     n = A.shape[-1]
     if n <= max(width, 16):  # products do not pay for less
-        factors, pivots = torch.linalg.lu_factor(A)
+        factors, pivots, _ = torch.linalg.lu_factor_ex(A)
         identity = torch.eye(n, dtype=A.dtype, device=A.device).expand_as(A)
         logabsdet = factors.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
         return torch.linalg.lu_solve(factors, pivots, identity), logabsdet
