@@ -72,16 +72,23 @@ def compare(batch: int, tokens: int, features: int, heads: int, rounds: int) -> 
 
 
 def peak_memory(tokens: int) -> float:
-    """Peak memory in MiB that one call with so many tokens adds, measured in a process of its own."""
-    code = (
-        "import resource, torch; from flowattn.contractions import L2SelfAttention; torch.manual_seed(0);"
-        "f = L2SelfAttention(64, 1); f(torch.randn(1, 64, 64)).sum().backward();"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
-        f"f(torch.randn(1, {tokens}, 64).requires_grad_()).sum().backward();"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
-    )
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout) / unit
+    """Peak memory in MiB that forward and backward with so many tokens add, in a process of its own. Linux only."""
+    code = f"""
+import re, torch
+from flowattn.contractions import L2SelfAttention
+
+def status(key):
+    return int(re.search(key + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+
+f = L2SelfAttention(64, 1)
+f(torch.randn(1, 64, 64).requires_grad_()).sum().backward()
+x = torch.randn(1, {tokens}, 64).requires_grad_()
+open("/proc/self/clear_refs", "w").write("5")  # starts the peak anew
+before = status("VmRSS")
+f(x).sum().backward()
+print(status("VmHWM") - before)
+"""
+    return int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout) / 2**10
 
 
 def main(rounds: int = 25) -> None:

@@ -113,20 +113,20 @@ def l2_attention(
         >>> l2_attention(torch.tensor([[0.0], [2.0], [99.0]]), torch.tensor([0.0, 4.0, 0.0]).expand(3, 3))[0]
         tensor([1.])
     """
-    z, centre = _centred(z, causal)
+    near, _ = _centred(z, causal)
     width, s = z.shape[-1], math.sqrt(z.shape[-1])
-    key_term = z.square().sum(-1) * (-1 / s)
+    key_term = near.square().sum(-1) * (-1 / s)
     if bias is not None and bias.shape[-2] == 1:
         key_term, bias = key_term + bias.squeeze(-2), None
     if bias is None and not causal and not z.requires_grad:
-        return dot_product_attention(z * (2 / s), z, z, key_term.unsqueeze(-2)) + centre
-    # A mask that needs a gradient pushes torch off its fast kernel, and a mask next to `is_causal` is refused. So
-    # the term of the keys rides in one more column, padded to a width the kernel likes.
+        return dot_product_attention(near, near, z, key_term.unsqueeze(-2), scale=2 / s)
+    # A mask that needs a gradient pushes torch off its fast kernel, and a mask next to `is_causal` is refused.
+    # So the term of the keys rides in one more column, padded to a width the kernel likes.
     spare = -(width + 1) % 8
-    queries = F.pad(F.pad(z * (2 / s), (0, 1), value=1.0), (0, spare))
-    keys = F.pad(torch.cat([z, key_term.unsqueeze(-1)], -1), (0, spare))
+    queries = F.pad(near, (0, 1 + spare), value=s / 2)
+    keys = F.pad(torch.cat([near, key_term.unsqueeze(-1)], -1), (0, spare))
     values = F.pad(z, (0, spare + 1))
-    return dot_product_attention(queries, keys, values, bias, causal=causal)[..., :width] + centre
+    return dot_product_attention(queries, keys, values, bias, causal=causal, scale=2 / s)[..., :width]
 
 
 def l2_attention_linearize(

@@ -15,6 +15,11 @@ def can_look() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
 
 
+def nothing_is_recorded() -> bool:
+    """Whether no derivative of any kind is being taken, so that a plain call does what an autograd Function would."""
+    return not torch.is_grad_enabled() and can_look() and torch.autograd.forward_ad._current_level < 0
+
+
 def without_autocast(like: Tensor) -> contextlib.AbstractContextManager[Any]:
     """A context without autocast on the device of a tensor: a bound that is rounded is none."""
     device = like.device.type

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from flowattn.checks import nothing_is_recorded
+
 #: The bias that hides a key. Finite, so that a row without any visible key is no NaN.
 HIDDEN = -1e30
 
@@ -21,8 +23,9 @@ def dot_product_attention(
     bias: Float[Tensor, "*_ #tokens tokens"] | None = None,
     *,
     causal: bool = False,
+    scale: float = 1.0,
 ) -> Float[Tensor, "*batch tokens width"]:
-    r"""Averages the values, :math:`\operatorname{softmax}_j(b_{ij} + q_i \cdot k_j)\, v_j`, without any scale.
+    r"""Averages the values, :math:`\operatorname{softmax}_j(b_{ij} + \text{scale}\; q_i \cdot k_j)\, v_j`.
 
     The fused kernel has one backward pass, and neither a second nor a forward-mode derivative. Here the first
     backward pass is the kernel's, and everything else goes through closed forms, at O(N^2) memory.
@@ -36,9 +39,9 @@ def dot_product_attention(
         bias = bias.reshape((1,) * (q.ndim - bias.ndim) + bias.shape)
         if causal:
             bias, causal = causal_bias(bias.expand(*bias.shape[:-2], q.shape[-2], -1)), False
-    if torch.compiler.is_compiling():  # the compiler differentiates by itself, and once is all it offers
-        return _fused(q, k, v, bias, causal)
-    m: Tensor = _Attention.apply(q, k, v, bias, causal, [] if torch.is_grad_enabled() else None)
+    if torch.compiler.is_compiling() or nothing_is_recorded():  # the compiler differentiates by itself, once
+        return _fused(q, k, v, bias, causal, scale)
+    m: Tensor = _Attention.apply(q, k, v, bias, causal, scale, [] if torch.is_grad_enabled() else None)
     return m
 
 
@@ -56,7 +59,7 @@ def attention_with_diagonal(
     """
     if bias is not None:
         bias = bias.reshape((1,) * (q.ndim - bias.ndim) + bias.shape)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or nothing_is_recorded():
         return _average(q, k, v, bias, causal)[:2]
     m, diagonal, _ = _AttentionWithDiagonal.apply(q, k, v, bias, causal)
     return m, diagonal
@@ -69,15 +72,15 @@ def causal_bias(
     return bias.masked_fill(torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).triu(1), HIDDEN)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
     if q.ndim != 4:  # the fused kernels exist for [batch, heads, tokens, width] only
         if bias is not None:
             bias = bias.expand(*q.shape[:-2], *bias.shape[-2:]).reshape(-1, 1, *bias.shape[-2:])
         q, k, folded = (t.reshape(-1, 1, *t.shape[-2:]) for t in (q, k, v))
-        return _fused(q, k, folded, bias, causal).reshape(v.shape)
+        return _fused(q, k, folded, bias, causal, scale).reshape(v.shape)
     if bias is not None:
         bias = bias.expand(-1, -1, q.shape[-2], -1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=1.0)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale)
 
 
 def softmax_weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
@@ -125,19 +128,21 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, graph: list[Any] | None) -> Tensor:
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, graph: list[Any] | None
+    ) -> Tensor:
         inputs = (q, k, v, bias)
         if graph is None or not any(t is not None and t.requires_grad for t in inputs):
-            return _fused(q, k, v, bias, causal)
+            return _fused(q, k, v, bias, causal, scale)
         with torch.enable_grad():
             inner = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
-            m = _fused(*inner, causal)  # type: ignore[call-arg, arg-type]
+            m = _fused(*inner, causal, scale)  # type: ignore[call-arg, arg-type]
         graph[:] = [m, inner]
         return m.detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.causal, ctx.graph = inputs
+        *tensors, ctx.causal, ctx.scale, ctx.graph = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
@@ -147,19 +152,21 @@ class _Attention(torch.autograd.Function):
             m, inner = ctx.graph
             leaves = [t for t in inner if t is not None and t.requires_grad]
             grads = iter(torch.autograd.grad(m, leaves, g, retain_graph=True))
-            return *(next(grads) if t is not None and t.requires_grad else None for t in inner), None, None
+            return *(next(grads) if t is not None and t.requires_grad else None for t in inner), None, None, None
         q, k, v, bias = ctx.saved_tensors
-        P = softmax_weights(q, k, bias, ctx.causal)
+        P = softmax_weights(q * ctx.scale, k, bias, ctx.causal)
         dlogits = P * (g @ v.mT - (g * (P @ v)).sum(-1, keepdim=True))
         dbias = dlogits.sum_to_size(bias.shape) if bias is not None and ctx.needs_input_grad[3] else None
-        return dlogits @ k, dlogits.mT @ q, P.mT @ g, dbias, None, None
+        pair = ctx.scale * dlogits
+        return pair @ k, pair.mT @ q, P.mT @ g, dbias, None, None, None
 
     @staticmethod
     def jvp(
         ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, *_: None
     ) -> Tensor:
         q, k, v, bias = ctx.saved_tensors
-        return _changes(q, k, v, bias, ctx.causal, dq, dk, dv, dbias)[0]
+        dq = None if dq is None else dq * ctx.scale
+        return _changes(q * ctx.scale, k, v, bias, ctx.causal, dq, dk, dv, dbias)[0]
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:

@@ -228,9 +228,9 @@ def test_token_bound_is_its_formula(heads, features_out):
     alpha = (W.norm(dim=(1, 2)) / B.norm(dim=(1, 2)))[:, None, None]
     mixed = torch.linalg.matrix_norm(alpha * B @ B.mT + W.mT @ W / alpha, 2) / 2
     product = (norm_W * norm_B)[:, None]
-    by_head = product + (stretch - 1) * torch.minimum(product, mixed[:, None])
-    by_head = torch.minimum(by_head, ball * product).sum(1)
     least = torch.minimum(stretch, ball)
+    single = torch.minimum(product + (stretch - 1) * torch.minimum(product, mixed[:, None]), ball * product)
+    by_head = (single if heads == 1 else least * product).sum(1)
     jointly = torch.linalg.matrix_norm(B.flatten(0, 1), 2) * (least * norm_W[:, None]).norm(dim=1)
     exact = by_head if heads == 1 else torch.minimum(by_head, jointly)
     ratio = token_bound(W, B, stretch, ball=ball) / exact

@@ -6,6 +6,7 @@ from flowattn.lipschitz.bounds import (
     infinity_bound,
     published_infinity_bound,
     published_two_norm_bound,
+    single_head_bound,
     token_bound,
     visible_weight,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "published_two_norm_bound",
     "search_lipschitz",
     "sequence_norm",
+    "single_head_bound",
     "spectral_norm_bound",
     "token_bound",
     "token_norm",

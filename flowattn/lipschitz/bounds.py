@@ -125,24 +125,50 @@ def token_bound(
 ) -> Float[Tensor, "*batch tokens"]:
     r"""The Lipschitz constant of each row of attention in the token norm is at most this.
 
-    .. math:: L_i = \min\Bigl( \sum_h \min\bigl(|W_h||B_h| + (\kappa_i^h - 1) \gamma_h,\; \kappa_R^h |W_h||B_h|\bigr),\;
-        |B| \sqrt{\textstyle\sum_h (\min(\kappa_i^h, \kappa_R^h) |W_h|)^2} \Bigr), \qquad
-        \gamma_h = \min\bigl(|W_h||B_h|,\; \tfrac12 |\alpha B_h B_h^T + \alpha^{-1} W_h^T W_h|\bigr)
+    .. math:: L_i = \min\Bigl( \sum_h \kappa_i^h |W_h|_2 |B_h|_2,\;
+        |B|_2 \sqrt{\textstyle\sum_h (\kappa_i^h |W_h|_2)^2} \Bigr)
 
-    with :math:`\kappa` the `stretch`, :math:`\kappa_R` the `ball`, spectral norms and any :math:`\alpha > 0`; it is
+    with :math:`\kappa` the smaller of `stretch` and `ball`: by the triangle inequality, over heads or over the stack of
+    them. A single head has the tighter `single_head_bound`.
+
+    Cost: that of the spectral norms, the same for any number of tokens.
+    """
+    if len(W) == 1:
+        return single_head_bound(W, B, stretch, ball=ball)
+    if ball is not None:
+        stretch = torch.minimum(stretch, ball)
+    if W.shape[1] == B.shape[2]:
+        norm_W, norm_B = spectral_norm_bound(torch.stack([W.mT, B])).unsqueeze(-1)
+    else:
+        norm_W, norm_B = spectral_norm_bound(W).unsqueeze(-1), spectral_norm_bound(B).unsqueeze(-1)
+    stretched = stretch * norm_W
+    # The stack of all heads is the one large matrix here; half the digits of the others are enough for it.
+    norm_all = spectral_norm_bound(B.flatten(0, 1), tolerance=0.05)
+    return torch.minimum((stretched * norm_B).sum(-2), norm_all * torch.linalg.vector_norm(stretched, dim=-2))
+
+
+def single_head_bound(
+    W: Float[Tensor, "1 features width"],
+    B: Float[Tensor, "1 width features_out"],
+    stretch: Float[Tensor, "*batch 1 tokens"],
+    *,
+    ball: Float[Tensor, "*_ 1 #tokens"] | None = None,
+) -> Float[Tensor, "*batch tokens"]:
+    r"""The `token_bound` of one head, which knows that B need not stretch most what W does.
+
+    .. math:: L_i = \min\bigl(|W||B| + (\kappa_i - 1) \gamma,\; \kappa_R |W||B|\bigr), \qquad
+        \gamma = \min\bigl(|W||B|,\; \tfrac12 |\alpha B B^T + \alpha^{-1} W^T W|\bigr)
+
+    with :math:`\kappa` the `stretch`, :math:`\kappa_R` the `ball`, spectral norms and any :math:`\alpha > 0`, which is
     :math:`|W|_F / |B|_F` here.
 
-    Proof. That each term is at most :math:`\kappa |W||B|`, and the second form, follow from the triangle inequality.
-    With :math:`\gamma` in place of :math:`|W||B|`: in the proof of `attention_stretch` the second sum of
-    :math:`B^T dm_i` has the two parts :math:`\frac2s B^T \operatorname{Cov}_i W^T dx_i` and
+    Proof. In the proof of `attention_stretch` the second sum of :math:`B^T dm_i` has the two parts
+    :math:`\frac2s B^T \operatorname{Cov}_i W^T dx_i` and
     :math:`\frac2s \sum_j P_{ij} B^T (z_j - m_i) (z_i - z_j)^T W^T dx_j`. With :math:`\Sigma_i` the second moment about
     :math:`z_i`, which is at least the covariance, each is at most
     :math:`\frac2s \sqrt{\operatorname{tr}(B B^T \Sigma_i) \operatorname{tr}(W^T W \Sigma_i)} \le
     \frac2s \operatorname{tr}\bigl(\tfrac12(\alpha B B^T + \alpha^{-1} W^T W) \Sigma_i\bigr) \le
-    \frac2s \gamma \operatorname{tr} \Sigma_i`, and :math:`\operatorname{tr} \Sigma_i \le s W_0(S_i/e)`. What W
-    stretches most, B need not.
-
-    Cost: that of the spectral norms, the same for any number of tokens.
+    \frac2s \gamma \operatorname{tr} \Sigma_i`, and :math:`\operatorname{tr} \Sigma_i \le s W_0(S_i/e)`.
     """
     tiny = torch.finfo(W.dtype).tiny
     gram_W, gram_B = W.mT @ W, B @ B.mT
@@ -151,15 +177,8 @@ def token_bound(
     norms = spectral_norm_bound(torch.stack([gram_W, gram_B, (gram_B * alpha + gram_W / alpha) / 2])).unsqueeze(-1)
     norm_W, norm_B = norms[:2].clamp_min(tiny).sqrt()
     product = norm_W * norm_B
-    by_head = product + (stretch - 1) * torch.minimum(product, norms[2])
-    if ball is not None:
-        by_head = torch.minimum(by_head, ball * product)
-        stretch = torch.minimum(stretch, ball)
-    if len(W) == 1:
-        return by_head.squeeze(-2)
-    # The stack of all heads is the one large matrix here; half the digits of the others are enough for it.
-    norm_all = spectral_norm_bound(B.flatten(0, 1), tolerance=0.05)
-    return torch.minimum(by_head.sum(-2), norm_all * torch.linalg.vector_norm(stretch * norm_W, dim=-2))
+    bound = product + (stretch - 1) * torch.minimum(product, norms[2])
+    return (bound if ball is None else torch.minimum(bound, ball * product)).squeeze(-2)
 
 
 def infinity_bound(

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowattn.checks import without_autocast
+from flowattn.checks import nothing_is_recorded, without_autocast
 
 #: "token": the longest token, in Euclidean length. "inf": the largest entry. "2": the length of all entries together.
 Norm = Literal["token", "inf", "2"]
@@ -72,7 +72,7 @@ def spectral_norm_bound(
         W = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
         rank = min(rows, columns)
         num_squarings = math.ceil(math.log2(max(1.0, math.log(rank) / (4 * math.log1p(tolerance)))))
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or nothing_is_recorded():
             bound = _gram_iteration(W, num_squarings)[0]
         else:
             bound = _GramIteration.apply(W, num_squarings)[0]
