@@ -20,7 +20,7 @@ import torch
 from nflows.transforms.base import InverseNotAvailable
 from torch import Tensor
 
-from flowattn.checks import check_positive
+from flowattn.checks import can_look, check_positive
 from flowattn.contractions import Contraction
 from flowattn.lipschitz.norms import Norm, sequence_norm
 
@@ -139,6 +139,7 @@ class Solver:
         raise InverseNotConverged(f"{cause}. {advice}")
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def invert(
     f: Contraction,
     y: Tensor,
@@ -153,6 +154,11 @@ def invert(
     The gradient is solved for as the inverse is, with no trace of the iteration in memory. It is not differentiable
     once more, and says so.
     """
+    if not can_look():
+        raise NotImplementedError(
+            "the inverse of x + f(x) is found by an iteration that looks at its values, which torch.func cannot trace. "
+            "Differentiate it by torch.autograd, or transform the forward direction."
+        )
     solver = Solver() if solver is None else solver
     x = solver.solve(f, y, mask, context).x
     if torch.is_grad_enabled():

@@ -55,7 +55,7 @@ class Size:
     """How much is measured."""
 
     batch: int = 8
-    rounds: int = 9
+    rounds: int = 15
     draws: int = 64
     layers: Sequence[tuple[str, int, int]] = (("dense", 16, 4), ("dense", 64, 8), ("causal", 64, 8))
     terms: Sequence[int] = (1, 2, 4, 8, 16, 32)
