@@ -252,7 +252,6 @@ IN_FULL = {
 ESSENTIALS = {
     "inverse_undoes_it",
     "logabsdet_is_that_of_the_autograd_jacobian",
-    "gradients_are_those_of_finite_differences",
     "padding_at_the_end_can_be_cut_off",
 }
 
@@ -264,7 +263,7 @@ def iterates(name):
 def is_slow(name, check, dtype):
     if check == "works_under_torch_compile":
         # nflows looks at values in the midst of its splines, where the compiler has to stop and start again.
-        return "spline" in name or (iterates(name) and name != "InvertibleAttention")
+        return "spline" in name or iterates(name)
     if not iterates(name):
         return False
     if TRANSFORMS[name].options.get("stochastic"):  # means are computed in test_logdet.py too
