@@ -168,7 +168,7 @@ def plot_logdet(errors: Sequence[Row], times: Sequence[Row]) -> Figure:
             y = column(points, "rms_error_of_a_draw")
             ax.plot(column(points, "milliseconds"), y, marker + "-", color=color, label=f"{method}: error of a draw")
         for place, bias, row in zip(x, column(series, "bias"), series, strict=True):
-            if bias > 1e-6:
+            if bias > 1e-5:  # labels of smaller ones would lie below the axis
                 label = f"n = {row['terms']}" if row is series[0] else f"{row['terms']}"
                 ax.annotate(
                     label, (place, bias), (-3, -4), textcoords="offset points", ha="right", va="top", color=BLUE
