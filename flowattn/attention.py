@@ -113,20 +113,22 @@ def l2_attention(
         >>> l2_attention(torch.tensor([[0.0], [2.0], [99.0]]), torch.tensor([0.0, 4.0, 0.0]).expand(3, 3))[0]
         tensor([1.])
     """
-    near, _ = _centred(z, causal)
     width, s = z.shape[-1], math.sqrt(z.shape[-1])
-    key_term = near.square().sum(-1) * (-1 / s)
-    if bias is not None and bias.shape[-2] == 1:
-        key_term, bias = key_term + bias.squeeze(-2), None
-    if bias is None and not causal and not z.requires_grad:
-        return dot_product_attention(near, near, z, key_term.unsqueeze(-2), scale=2 / s)
-    # A mask that needs a gradient pushes torch off its fast kernel, and a mask next to `is_causal` is refused.
-    # So the term of the keys rides in one more column, padded to a width the kernel likes.
-    spare = -(width + 1) % 8
-    queries = F.pad(near, (0, 1 + spare), value=s / 2)
-    keys = F.pad(torch.cat([near, key_term.unsqueeze(-1)], -1), (0, spare))
-    values = F.pad(z, (0, spare + 1))
-    return dot_product_attention(queries, keys, values, bias, causal=causal, scale=2 / s)[..., :width]
+    if bias is not None and bias.shape[-2] > 1 or causal or z.requires_grad:
+        # A mask that needs a gradient pushes torch off its fast kernel, and a mask next to `is_causal` is refused.
+        # So the term of the keys rides in one more column, padded to a width the kernel likes.
+        padded = F.pad(z, (0, 1 + -(width + 1) % 8))
+        extra = F.one_hot(torch.tensor(width, device=z.device), padded.shape[-1]).to(z.dtype)
+        queries = padded - (_centre(padded, causal) - (s / 2) * extra)
+        squares = queries.square().sum(-1, keepdim=True) - s**2 / 4
+        keys = torch.addcmul(queries, squares * (-1 / s) - s / 2, extra)
+        if bias is not None and bias.shape[-2] == 1:
+            keys, bias = torch.addcmul(keys, bias.mT, extra), None
+        return dot_product_attention(queries, keys, padded, bias, causal=causal, scale=2 / s)[..., :width]
+    near = z - _centre(z, causal)
+    squares = torch.linalg.vector_norm(near, dim=-1).square().unsqueeze(-2)  # in one pass
+    key_term = squares * (-1 / s) if bias is None else torch.add(bias, squares, alpha=-1 / s)
+    return dot_product_attention(near, near, z, key_term, scale=2 / s)
 
 
 def l2_attention_linearize(
@@ -227,8 +229,12 @@ def _centred(z: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     The weights do not change when all tokens move together, but |z|^2 loses its digits far from the origin.
     Under a causal mask the first token is the reference: the mean would let later tokens in by rounding.
     """
-    centre = (z[..., :1, :] if causal else z.mean(-2, keepdim=True)).detach()
+    centre = _centre(z, causal)
     return z - centre, centre
+
+
+def _centre(z: Tensor, causal: bool) -> Tensor:
+    return (z[..., :1, :] if causal else z.mean(-2, keepdim=True)).detach()
 
 
 def _queries_and_keys(z: Tensor) -> tuple[Tensor, Tensor]:

@@ -204,8 +204,13 @@ class L2SelfAttention(_SelfAttention):
         return None
 
     def free(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
-        m = l2_attention(self._heads(x, mask, context), self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
-        return self._join(m)
+        return self._join(self._average(x, mask, context))
+
+    def scaled(self, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor) -> Tensor:
+        m = self._average(x, mask, context)
+        if scale.numel() == 1:  # there are fewer weights than tokens
+            return m.transpose(1, 2).flatten(2) @ (self.B * scale)
+        return self._join(m) * scale.unsqueeze(-1)
 
     def free_linearize(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Push]:
         z = self._heads(x, mask, context)
@@ -262,6 +267,9 @@ class L2SelfAttention(_SelfAttention):
             y = torch.where(mask.unsqueeze(-1), y, y.take_along_dim(first, 1))
         z = self._split(y)
         return z if self.radius is None else into_ball(z, self.radius)
+
+    def _average(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
+        return l2_attention(self._heads(x, mask, context), self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
 
     def _join(self, m: Tensor) -> Tensor:
         return m.transpose(1, 2).flatten(2) @ self.B

@@ -92,6 +92,10 @@ class Contraction(nn.Module):
         """How much smaller than that of the whole map the bounds of its rows must be."""
         return 1.0
 
+    def scaled(self, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor) -> Tensor:
+        """The free map with its rows multiplied by the scale, [N], [1] or [B, N]."""
+        return self.free(x, mask, context) * scale.unsqueeze(-1)
+
     def free_linearize(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Push]:
         """The free map at x, and its derivative there as a function of the direction."""
 
@@ -128,7 +132,9 @@ class Contraction(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """The map f."""
         x, context = self._checked(x, mask, context)
-        return self._scaled(self.free(x, mask, context), mask)
+        if self.coefficient is None and mask is None:
+            return self.free(x, mask, context)
+        return self.scaled(x, mask, context, self.scale(x.shape[1], mask))
 
     @full_precision
     def linearize(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> tuple[Tensor, Push]:
@@ -199,11 +205,6 @@ class Contraction(nn.Module):
 
     def _like(self) -> Tensor:
         return next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0))
-
-    def _scaled(self, value: Tensor, mask: Tensor | None) -> Tensor:
-        if self.coefficient is None and mask is None:
-            return value
-        return value * self.scale(value.shape[1], mask).unsqueeze(-1)
 
     def _checked(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         check_tokens("x", x, self.features)
