@@ -114,7 +114,7 @@ def l2_attention(
         tensor([1.])
     """
     width, s = z.shape[-1], math.sqrt(z.shape[-1])
-    if bias is not None and bias.shape[-2] > 1 or causal or z.requires_grad:
+    if (bias is not None and bias.shape[-2] > 1) or causal or z.requires_grad:
         # A mask that needs a gradient pushes torch off its fast kernel, and a mask next to `is_causal` is refused.
         # So the term of the keys rides in one more column, padded to a width the kernel likes.
         padded = F.pad(z, (0, 1 + -(width + 1) % 8))
@@ -248,9 +248,25 @@ def _weights(z: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
 
 
 def _with_squares(z: Tensor) -> Tensor:
-    return torch.cat([z, (z.unsqueeze(-1) * z.unsqueeze(-2)).flatten(-2)], -1)
+    first, second, _ = _pairs(z)
+    return torch.cat([z, (z @ first) * (z @ second)], -1)
 
 
 def _mean_and_covariance(averages: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    m, second = averages.split([width, width * width], -1)
-    return m, second.unflatten(-1, (width, width)) - m.unsqueeze(-1) * m.unsqueeze(-2)
+    m, second = averages.tensor_split([width], -1)
+    square = (second @ _pairs(m)[2]).unflatten(-1, (width, width))
+    return m, square - m.unsqueeze(-1) * m.unsqueeze(-2)
+
+
+def _pairs(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Takes z to the factors of its products z_a z_b with a <= b, each once, and the products to a full matrix.
+
+    Matrices of zeros and ones: an index would be differentiated by scattering, which is slow.
+    """
+    width = z.shape[-1]
+    identity = torch.eye(width, dtype=z.dtype, device=z.device)
+    a, b = torch.triu_indices(width, width, device=z.device)
+    first, second = identity[:, a], identity[:, b]
+    both = first.unsqueeze(1) * second.unsqueeze(0)
+    full = torch.maximum(both, both.transpose(0, 1))
+    return first, second, full.permute(2, 0, 1).flatten(1)

@@ -61,7 +61,7 @@ def attention_with_diagonal(
         bias = bias.reshape((1,) * (q.ndim - bias.ndim) + bias.shape)
     if torch.compiler.is_compiling() or nothing_is_recorded():
         return _average(q, k, v, bias, causal)[:2]
-    m, diagonal, _ = _AttentionWithDiagonal.apply(q, k, v, bias, causal)
+    m, diagonal, *_ = _AttentionWithDiagonal.apply(q, k, v, bias, causal)
     return m, diagonal
 
 
@@ -84,16 +84,35 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, s
 
 
 def softmax_weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    """The weights of the last queries, as many as there are, on all keys."""
     if causal:  # as a bias: a fill would be one more sweep to differentiate
-        hidden = causal_bias(q.new_zeros(q.shape[-2], k.shape[-2]))
+        queries, keys = q.shape[-2], k.shape[-2]
+        hidden = q.new_full((queries, keys), HIDDEN).triu(keys - queries + 1)
         bias = hidden if bias is None else bias + hidden
     logits = q @ k.mT
     return (logits if bias is None else logits + bias).softmax(-1)
 
 
-def _average(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    P = softmax_weights(q, k, bias, causal)
-    return P @ v, P.diagonal(dim1=-2, dim2=-1), P
+def _average(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The averages, the weights P_ii, and the weights by parts."""
+    weights, averages, diagonals = [], [], []
+    for rows in _parts(q.shape[-2], causal):
+        P = softmax_weights(q[..., rows, :], k[..., : rows.stop, :], _part(bias, rows), causal)
+        weights.append(P)
+        averages.append(P @ v[..., : rows.stop, :])
+        diagonals.append(P.diagonal(rows.start, dim1=-2, dim2=-1))
+    return torch.cat(averages, -2), torch.cat(diagonals, -1), weights
+
+
+def _parts(tokens: int, causal: bool) -> list[slice]:
+    """Under a causal mask a few rows at a time, so that little is computed of what nobody sees."""
+    if not causal:
+        return [slice(0, tokens)]
+    return [slice(start, min(start + 64, tokens)) for start in range(0, tokens, 64)]
+
+
+def _part(bias: Tensor | None, rows: slice) -> Tensor | None:
+    return None if bias is None else bias[..., rows if bias.shape[-2] > 1 else slice(None), : rows.stop]
 
 
 def _changes(
@@ -186,36 +205,45 @@ class _AttentionWithDiagonal(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-        m, diagonal, P = _average(q, k, v, bias, causal)
-        return m, diagonal.clone(), P
+    def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, ...]:
+        m, diagonal, weights = _average(q, k, v, bias, causal)
+        return m, diagonal, *weights
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *tensors, ctx.causal = inputs
         ctx.save_for_backward(*tensors, *output)
         ctx.save_for_forward(*tensors)
-        ctx.mark_non_differentiable(output[2])
+        ctx.mark_non_differentiable(*output[2:])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, g_diagonal: Tensor, _: Tensor) -> Any:
-        q, k, v, bias, m, diagonal, P = ctx.saved_tensors
+    def backward(ctx: Any, g: Tensor, g_diagonal: Tensor, *_: Tensor) -> Any:
+        q, k, v, bias, m, diagonal, *weights = ctx.saved_tensors
         if torch.is_grad_enabled():
             given = (q, k, v) if bias is None else (q, k, v, bias)
             pull = torch.func.vjp(functools.partial(_average_of, ctx.causal), *given)[1]
             return *pull((g, g_diagonal)), *[None] * (5 - len(given))
-        dlogits = g @ v.mT
-        dlogits.diagonal(dim1=-2, dim2=-1).add_(g_diagonal)
-        mean = (g * m).sum(-1) + g_diagonal * diagonal
-        dlogits.sub_(mean.unsqueeze(-1)).mul_(P)
-        dbias = dlogits.sum_to_size(bias.shape) if bias is not None and ctx.needs_input_grad[3] else None
-        return dlogits @ k, dlogits.mT @ q, P.mT @ g, dbias, None
+        mean = ((g * m).sum(-1) + g_diagonal * diagonal).unsqueeze(-1)
+        dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+        dbias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[3] else None
+        for P, rows in zip(weights, _parts(q.shape[-2], ctx.causal), strict=True):
+            seen = slice(rows.stop)
+            dlogits = g[..., rows, :] @ v[..., seen, :].mT
+            dlogits.diagonal(rows.start, dim1=-2, dim2=-1).add_(g_diagonal[..., rows])
+            dlogits.sub_(mean[..., rows, :]).mul_(P)
+            dq.append(dlogits @ k[..., seen, :])
+            dk[..., seen, :] += dlogits.mT @ q[..., rows, :]
+            dv[..., seen, :] += P.mT @ g[..., rows, :]
+            if dbias is not None and bias is not None:
+                part = _part(dbias, rows)
+                part += dlogits.sum_to_size(part.shape)  # type: ignore[union-attr]
+        return torch.cat(dq, -2), dk, dv, dbias, None
 
     @staticmethod
     def jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, *_: None) -> Any:
         q, k, v, bias = ctx.saved_tensors
         dm, dP = _changes(q, k, v, bias, ctx.causal, dq, dk, dv, dbias)
-        return dm, dP.diagonal(dim1=-2, dim2=-1), None
+        return dm, dP.diagonal(dim1=-2, dim2=-1), *[None] * len(_parts(q.shape[-2], ctx.causal))
 
 
 def _average_of(causal: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
