@@ -70,7 +70,8 @@ class SequenceNormal(Distribution):
     def _log_prob(self, inputs: Tensor, context: Tensor | None) -> Tensor:
         self._check(inputs.shape)
         _, mask = split_context(context, inputs)
-        energy = inputs.to(torch.promote_types(inputs.dtype, torch.float32)).square() + math.log(2 * math.pi)
+        tokens = zero_padding(inputs, mask)  # first: the square of NaN would have a gradient of NaN
+        energy = tokens.to(torch.promote_types(inputs.dtype, torch.float32)).square() + math.log(2 * math.pi)
         return -0.5 * sum_over_tokens(energy, mask)
 
     def _mean(self, context: Tensor | None) -> Tensor:

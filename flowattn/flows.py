@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
+import torch
 from nflows.flows import Flow
 from nflows.transforms import CompositeTransform, LULinear
+from torch import Tensor
 
 from flowattn.checks import check_choice, check_positive
 from flowattn.distributions import SequenceNormal
@@ -99,4 +101,17 @@ class AttentionFlow(Flow):
                 blocks.append(
                     InvertibleFeedForward(features, hidden, coefficient=coefficient, context_features=context_features)
                 )
-        super().__init__(CompositeTransform(blocks), base)
+        super().__init__(_Composite(blocks), base)
+
+
+class _Composite(CompositeTransform):
+    """One transform after the other. Log-determinants are added up in at least float32, which nflows' own does not."""
+
+    @staticmethod
+    def _cascade(inputs: Tensor, funcs: Iterable[Callable[..., Any]], context: Tensor | None) -> tuple[Tensor, Tensor]:
+        outputs = inputs
+        total = inputs.new_zeros(len(inputs), dtype=torch.promote_types(inputs.dtype, torch.float32))
+        for func in funcs:
+            outputs, logabsdet = func(outputs, context)
+            total = total + logabsdet
+        return outputs, total

@@ -60,31 +60,39 @@ def train(model, dtype, rank=None):
     return [p.detach().clone() for p in model.parameters()], gradients, losses
 
 
-def worker(rank, folder, dtype, causal):
+CASES = {
+    "set, float64": (torch.float64, False),
+    "set, float32": (torch.float32, False),
+    "sequence, float64": (torch.float64, True),
+    "sequence, float32": (torch.float32, True),
+}
+
+
+def worker(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
     try:
-        model = Loss(causal).to(dtype)
-        wrapped = DistributedDataParallel(model)
-        results = train(wrapped, dtype, rank)
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        torch.save((*results, state), f"{folder}/{rank}.pt")
+        for name, (dtype, causal) in CASES.items():
+            model = Loss(causal).to(dtype)
+            results = train(DistributedDataParallel(model), dtype, rank)
+            torch.save((*results, model.state_dict()), f"{folder}/{name}, {rank}.pt")
     finally:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "causal", "tolerance"),
-    [
-        pytest.param(torch.float64, False, 1e-10, id="set, float64"),
-        pytest.param(torch.float32, True, 1e-5, id="sequence, float32"),
-        pytest.param(torch.float64, True, 1e-10, id="sequence, float64", marks=pytest.mark.slow),
-        pytest.param(torch.float32, False, 1e-5, id="set, float32", marks=pytest.mark.slow),
-    ],
-)
-def test_two_processes_train_as_one_with_the_batch_of_both(dtype, causal, tolerance, tmp_path):
-    mp.spawn(worker, (str(tmp_path), dtype, causal), nprocs=WORLD)
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What two processes wrote, that ran all cases."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(worker, (str(folder),), nprocs=WORLD)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_train_as_one_with_the_batch_of_both(name, folder):
+    dtype, causal = CASES[name]
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    ranks = [torch.load(folder / f"{name}, {rank}.pt", weights_only=True) for rank in range(WORLD)]
     (parameters, gradients, losses, state), (others, other_gradients, other_losses, other_state) = ranks
 
     assert all(torch.equal(one, other) for one, other in zip(parameters, others, strict=True))

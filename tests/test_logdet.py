@@ -121,7 +121,7 @@ def test_the_exact_logdet_is_that_of_the_autograd_jacobian(make, mask):
 
 
 @each_contraction
-@each_mask
+@pytest.mark.parametrize("mask", [pytest.param(None, marks=pytest.mark.slow), MASK], ids=["all real", "masked"])
 def test_the_logdet_of_the_inverse_is_that_of_the_autograd_jacobian(make, mask):
     f, x, context = prepare(make)
     transform = ResidualTransform(f, ExactLogDet(), Solver(tolerance=3e-12))
@@ -209,7 +209,8 @@ FLOWS = {
 
 @pytest.mark.parametrize("make", FLOWS.values(), ids=FLOWS.keys())
 @pytest.mark.parametrize("masked", [False, True], ids=["all real", "masked"])
-def test_gradients_of_log_prob_are_those_of_finite_differences(make, masked):
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one direction", "all"])
+def test_gradients_of_log_prob_are_those_of_finite_differences(make, masked, whole):
     flow = Flow(CompositeTransform(make()), SequenceNormal((3, 2))).double()
     named = {name: p.detach().clone() for name, p in flow.named_parameters()}
     if "0.contraction.module" in " ".join(named):
@@ -233,7 +234,7 @@ def test_gradients_of_log_prob_are_those_of_finite_differences(make, masked):
 
     x, features = torch.randn(2, 3, 2, dtype=torch.float64), torch.randn(2, 3, 1, dtype=torch.float64)
     variables = [v.detach().requires_grad_() for v in (x, features, *named.values())]
-    assert torch.autograd.gradcheck(function, variables, atol=1e-6)
+    assert torch.autograd.gradcheck(function, variables, atol=1e-6, fast_mode=not whole)
 
 
 # -- estimates
@@ -343,12 +344,25 @@ ESTIMATORS = {
 each_estimated = pytest.mark.parametrize("make", ESTIMATED.values(), ids=ESTIMATED.keys())
 SOME_PADDING = torch.tensor([[True, True, False], [False, True, True]])
 #: Quickly, by calls that average over copies; and in full.
-DRAWS = [pytest.param(64, 16, id="quick"), pytest.param(1024, 4, id="4096", marks=pytest.mark.slow)]
+DRAWS = [pytest.param(32, 48, id="quick"), pytest.param(1024, 4, id="4096", marks=pytest.mark.slow)]
 
 
-@each_estimated
-@pytest.mark.parametrize("estimator", ESTIMATORS.values(), ids=ESTIMATORS.keys())
-@pytest.mark.parametrize(("num_calls", "copies"), DRAWS)
+def every_roulette():
+    for draws in DRAWS:
+        for estimator in ESTIMATORS:
+            for name in ESTIMATED:
+                if draws.id == "quick" and estimator != "roulette" and "dense" not in name:
+                    continue
+                yield pytest.param(
+                    ESTIMATED[name],
+                    ESTIMATORS[estimator],
+                    *draws.values,
+                    id=f"{name}, {estimator}, {draws.id}",
+                    marks=draws.marks,
+                )
+
+
+@pytest.mark.parametrize(("make", "estimator", "num_calls", "copies"), list(every_roulette()))
 def test_roulette_is_unbiased_in_value_and_gradient(make, estimator, num_calls, copies):
     case = Case(make)
     logdet = estimator(generator=torch.Generator().manual_seed(0))
@@ -375,9 +389,9 @@ def test_the_power_series_is_unbiased_for_its_own_terms_in_value_and_gradient(ma
 def test_a_bias_would_be_seen_in_value_and_gradient():
     case = Case(ESTIMATED["dense, bias, radius, context"])
     generator = torch.Generator().manual_seed(0)
-    errors = case.errors(PowerSeries(num_terms=2, generator=generator), case.exact(), 64, 16)
+    errors = case.errors(PowerSeries(num_terms=2, generator=generator), case.exact(), 32, 32)
     assert errors[:2].min() > 6 and errors[2:].max() > 6
-    errors = case.errors(RussianRoulette(generator=generator), case.exact() * 1.1, 64, 16)
+    errors = case.errors(RussianRoulette(generator=generator), case.exact() * 1.1, 32, 32)
     assert errors.max() > 4
 
 
@@ -451,11 +465,11 @@ def test_an_estimate_of_the_value_needs_no_autograd(make):
             assert not one.requires_grad
 
 
-@pytest.mark.parametrize("make", [PowerSeries, RussianRoulette])
+@pytest.mark.parametrize("make", [functools.partial(PowerSeries, 3), functools.partial(RussianRoulette, survival=0.5)])
 def test_more_probes_vary_less(make):
     case = Case(ESTIMATED["causal"])
     one, many = (
-        torch.stack([case.estimate(make(num_probes=p, generator=g)) for _ in range(40)]).var(0)
+        torch.stack([case.estimate(make(num_probes=p, generator=g)) for _ in range(20)]).var(0)
         for p, g in ((1, torch.Generator().manual_seed(0)), (8, torch.Generator().manual_seed(0)))
     )
     assert many.sum() < one.sum() / 3
@@ -492,13 +506,13 @@ def test_terms_are_cut_where_the_law_says(num_exact_terms, survival):
 
     class Counting(Declared):
         def free_linearize(self, x, mask, context):
-            value, push = super().free_linearize(x, mask, context)
-            return value, lambda v: (pushes.append(1), push(v))[1]
+            value = self.free(x, mask, context)
+            return value, lambda v: (pushes.append(1), -0.9 * v)[1]
 
     f = Counting(_Minus(), features=1, bound=0.9)
     logdet = RussianRoulette(num_exact_terms, survival, generator=torch.Generator().manual_seed(0))
     lengths = []
-    for _ in range(400):
+    for _ in range(250):
         pushes.clear()
         logdet(f, torch.ones(1, 1, 1))
         lengths.append(len(pushes) - 1)  # the last one is for the gradient
@@ -506,19 +520,15 @@ def test_terms_are_cut_where_the_law_says(num_exact_terms, survival):
     assert extra.min() == 0
     for k in (1, 2, 5):
         share, law = (extra >= k).double().mean().item(), survival**k
-        assert abs(share - law) < 4 * (law * (1 - law) / 400) ** 0.5
+        assert abs(share - law) < 4 * (law * (1 - law) / 250) ** 0.5
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="log of a survival of zero")
 def test_a_map_that_is_zero_has_a_log_determinant_of_zero():
     f = L2SelfAttention(4, 2)
     nn.init.zeros_(f.B)
     assert RussianRoulette()(f, torch.randn(2, 3, 4))[1].abs().max() == 0
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a survival above one makes the number of terms negative, or less than it must be"
-)
 @pytest.mark.parametrize("make", [PowerSeries, RussianRoulette])
 def test_a_series_that_need_not_converge_is_refused(make):
     f = L2SelfAttention(4, 2, coefficient=None)
@@ -552,6 +562,8 @@ def test_auto_is_exact_where_that_is_cheap_and_an_estimate_elsewhere():
     assert isinstance(auto.choose(dense, 6), RussianRoulette)
     assert isinstance(auto.choose(causal, 10_000), ExactLogDet)
     assert isinstance(auto.choose(wide, 1), RussianRoulette)
+    assert isinstance(AutoLogDet().choose(dense, 32), ExactLogDet)  # 128 numbers
+    assert isinstance(AutoLogDet().choose(dense, 33), RussianRoulette)
     series = PowerSeries(num_terms=3)
     assert AutoLogDet(max_dense=20, otherwise=series).choose(dense, 6) is series
 

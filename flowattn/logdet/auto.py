@@ -15,7 +15,8 @@ class AutoLogDet(LogDet):
     """Exact for Jacobians that are block-triangular over tokens, and for dense ones while they are small.
 
     Args:
-        max_dense: largest N * D whose dense Jacobian is assembled.
+        max_dense: largest N * D whose dense Jacobian is assembled. Near the default the estimate of a training step
+            becomes the faster one, as measured in docs/guide.md.
         max_width: widest token whose diagonal blocks are factorised.
         otherwise: the estimator for all the rest, `RussianRoulette` unless given.
 
@@ -25,7 +26,7 @@ class AutoLogDet(LogDet):
             RussianRoulette(num_exact_terms=4, survival=L^2, num_probes=1))
     """
 
-    def __init__(self, max_dense: int = 256, max_width: int = 256, otherwise: LogDet | None = None) -> None:
+    def __init__(self, max_dense: int = 128, max_width: int = 256, otherwise: LogDet | None = None) -> None:
         check_positive(max_dense=max_dense, max_width=max_width)
         self.max_dense = max_dense
         self.max_width = max_width

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from flowattn.checks import check_positive
+from flowattn.checks import can_look, check_positive
 from flowattn.contractions import Contraction, Push
 from flowattn.logdet.base import LogDet, probes
 
@@ -44,6 +44,8 @@ class PowerSeries(LogDet):
     def __call__(
         self, contraction: Contraction, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        if contraction.coefficient is None and can_look():
+            _bound(contraction, x.shape[1])
         value, push = contraction.linearize(x, mask, context)
         logabsdet = value.new_zeros(len(x))
         for v in probes(value, mask, self.num_probes, self.generator):
@@ -55,7 +57,7 @@ class PowerSeries(LogDet):
 
     def remainder(self, contraction: Contraction, num_tokens: int) -> float:
         """How far the mean can be from the true log-determinant of so many tokens, at most."""
-        L = contraction.lipschitz_bound(num_tokens, contraction.norm).item()
+        L = _bound(contraction, num_tokens)
         n = self.num_terms
         return num_tokens * contraction.features * L ** (n + 1) / ((n + 1) * (1 - L))
 
@@ -106,7 +108,10 @@ class RussianRoulette(LogDet):
         self, contraction: Contraction, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         value, push = contraction.linearize(x, mask, context)
-        survival = self.survival or contraction.lipschitz_bound(x.shape[1], contraction.norm).item() ** 2
+        survival = self.survival
+        if survival is None or contraction.coefficient is None:
+            bound = _bound(contraction, x.shape[1])
+            survival = bound**2 if survival is None else survival
         logabsdet = value.new_zeros(len(x))
         for v in probes(value, mask, self.num_probes, self.generator):
             with torch.no_grad():
@@ -127,6 +132,8 @@ class RussianRoulette(LogDet):
         return series, u
 
     def _draw(self, survival: float, device: torch.device) -> int:
+        if survival == 0:  # of a map that is constant
+            return self.num_exact_terms
         place = self.generator.device if self.generator is not None else device
         uniform = torch.rand((), generator=self.generator, device=place, dtype=torch.float64).item()
         return self.num_exact_terms + int(math.log1p(-uniform) / math.log(survival))
@@ -135,3 +142,14 @@ class RussianRoulette(LogDet):
         survival = "L^2" if self.survival is None else self.survival
         exact, probes = self.num_exact_terms, self.num_probes
         return f"RussianRoulette(num_exact_terms={exact}, survival={survival}, num_probes={probes})"
+
+
+def _bound(contraction: Contraction, num_tokens: int) -> float:
+    """The Lipschitz bound of f, below 1: otherwise the series need not converge."""
+    bound = contraction.lipschitz_bound(num_tokens, contraction.norm).item()
+    if not bound < 1:
+        raise ValueError(
+            f"contraction must have a Lipschitz bound below 1, or the series need not converge; got {bound:.3g}. "
+            "Give it a coefficient."
+        )
+    return bound

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal
 
+import torch
 from jaxtyping import Float
-from nflows.transforms.base import Transform
-from torch import Tensor
+from nflows.transforms.base import InverseTransform, Transform
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from flowattn.context import split_context
 from flowattn.contractions import Compose, Contraction, FeedForward, L2SelfAttention, TokenLinear
@@ -21,7 +24,8 @@ class ResidualTransform(Transform):
     .. math:: y = x + f(x), \qquad \log|\det J| = \log|\det(I + \partial f / \partial x)|
 
     The inverse is found to a certified error or raises `InverseNotConverged`; it can be differentiated, so flows can be
-    trained by samples too. Padding passes through and counts for nothing.
+    trained by samples too. Padding passes through and counts for nothing. Under autocast, and in a model of half
+    precision, all is computed in float32, log-determinants included.
 
     Args:
         contraction: the map f, ours or a user's own module as `flowattn.contractions.Declared`.
@@ -52,25 +56,43 @@ class ResidualTransform(Transform):
                 f"contraction must keep the width of a token; got features={contraction.features}, "
                 f"out_features={contraction.out_features}."
             )
-        contraction.lipschitz_bound(1, contraction.norm)  # refuses maps that have no bound
+        bound = contraction.lipschitz_bound(1, contraction.norm).item()  # refuses maps that have none
+        if not bound < 1:
+            raise ValueError(
+                f"contraction must have a Lipschitz bound below 1; got {bound:.3g} for a single token. "
+                "Give it a coefficient."
+            )
         if logdet != "auto" and not isinstance(logdet, LogDet):
             raise ValueError(f"logdet must be 'auto' or a LogDet; got logdet={logdet!r}.")
         self.contraction = contraction
         self.logdet = AutoLogDet() if logdet == "auto" else logdet
         self.solver = Solver() if solver is None else solver
 
-    @full_precision
     def forward(
         self, inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None
     ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]:
+        if _is_half(inputs):
+            outputs, logabsdet = functional_call(self, _single(self), (_full(inputs), _full(context)))
+            return outputs.to(inputs.dtype), logabsdet
+        return self._forward(inputs, context)
+
+    def inverse(
+        self, inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None
+    ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]:
+        if _is_half(inputs):
+            back = InverseTransform(self)
+            outputs, logabsdet = functional_call(back, _single(back), (_full(inputs), _full(context)))
+            return outputs.to(inputs.dtype), logabsdet
+        return self._inverse(inputs, context)
+
+    @full_precision
+    def _forward(self, inputs: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         features, mask = self._split(context, inputs)
         change, logabsdet = self.logdet(self.contraction, inputs, mask, features)
         return inputs + change, logabsdet
 
     @full_precision
-    def inverse(
-        self, inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]:
+    def _inverse(self, inputs: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         features, mask = self._split(context, inputs)
         outputs = invert(self.contraction, inputs, mask, features, self.solver)
         _, logabsdet = self.logdet(self.contraction, outputs, mask, features)
@@ -82,6 +104,21 @@ class ResidualTransform(Transform):
 
     def extra_repr(self) -> str:
         return f"logdet={self.logdet}, solver={self.solver}"
+
+
+def _is_half(inputs: Tensor) -> bool:
+    """Whether the block was moved to half precision, in which there are neither bounds nor determinants."""
+    return inputs.dtype in (torch.float16, torch.bfloat16) and not torch.is_autocast_enabled(inputs.device.type)
+
+
+def _full(context: Tensor | None) -> Tensor | None:
+    return context.float() if context is not None and context.is_floating_point() else context
+
+
+def _single(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers in single precision, such that gradients reach the originals."""
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    return {name: tensor.float() for name, tensor in named if tensor.is_floating_point()}
 
 
 class InvertibleAttention(ResidualTransform):
