@@ -51,7 +51,10 @@ def local_lipschitz(
     best for v, and no turn loses. Every value is attained, so the result is never too large. It is exact for "inf",
     and for "2" up to a million entries of J, above which a subspace grows by `num_starts` a turn. For
     "token" so many u ascend in each of the best so many rows i; only these rows of a larger J are written down.
-    `generator` draws the starts; without it they are always the same.
+    Turns end when what is still to be gained, judged by the last gains, is below `tolerance` of the value for every
+    sequence, or after `max_steps`. `generator` draws the starts; without it they are always the same.
+
+    A contraction with a closed form of its Jacobian is asked for it, while it is small.
 
     Cost: the gradients of all outputs; for larger J of N + num_starts D, or of 2 num_starts a turn for "2".
 
@@ -61,6 +64,8 @@ def local_lipschitz(
     """
     check_norm(norm)
     check_positive(num_starts=num_starts, max_steps=max_steps)
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance must be at least 0 and below 1; got tolerance={tolerance}.")
     if x.ndim != 3 or not x.numel():
         raise ValueError(f"x must have shape [batch, tokens, features] and not be empty; got {list(x.shape)}.")
     check_finite("x", x)
@@ -79,17 +84,14 @@ class Effort(NamedTuple):
 
 
 def operator_norm(f: Map, x: Tensor, norm: Norm, effort: Effort) -> Tensor:
+    square = x[0].numel() ** 2
+    if square <= _DENSE < len(x) * square / 4:
+        return torch.cat([operator_norm(f, part, norm, effort) for part in x.split(4 * _DENSE // square)])
     jacobian = _Jacobian(f, x, norm)
-    entries = x[0].numel() * jacobian.value[0].numel()
-    if entries <= _DENSE < len(x) * entries / 4:
-        return torch.cat([operator_norm(f, part, norm, effort) for part in x.split(4 * _DENSE // entries)])
-    if entries <= _DENSE:
-        index = torch.arange(jacobian.value.shape[1], device=x.device)[:, None].expand(-1, len(x))
-    elif norm == "2":
+    small = x[0].numel() * jacobian.value[0].numel() <= _DENSE
+    if norm == "2" and not small:
         return _subspace_norm(jacobian, effort)
-    else:
-        index = _promising_rows(jacobian, effort)
-    rows = jacobian.rows(index)
+    rows = jacobian.all_rows() if small else jacobian.rows(_promising_rows(jacobian, effort))
     if norm == "2":
         J = rows[:, 0]
         gram = J @ J.mT if J.shape[1] < J.shape[2] else J.mT @ J
@@ -104,7 +106,12 @@ class _Jacobian:
     """
 
     def __init__(self, f: Map, x: Tensor, norm: Norm) -> None:
-        y, self._pull = vjp(f, x)[:2]
+        self._whole: Tensor | None = None
+        # The general form that every contraction inherits is one of autograd, and larger than ours.
+        if x[0].numel() ** 2 <= _DENSE and "free_jacobian" in vars(type(f)):
+            y, self._whole = f.forward_and_jacobian(x)  # type: ignore[attr-defined]
+        else:
+            y, self._pull = vjp(f, x)[:2]
         if y.ndim != 3 or len(y) != len(x):
             raise ValueError(f"f must map {list(x.shape)} to [{len(x)}, tokens, features]; got {list(y.shape)}.")
         check_finite("f(x)", y)
@@ -121,9 +128,17 @@ class _Jacobian:
 
     def pull(self, u: Tensor) -> Tensor:
         """J^T u."""
-        w = vmap(self._pull, chunk_size=self.at_once)(u.reshape(-1, *self.shape))[0]
+        u = u.reshape(-1, *self.shape)
+        w = vmap(self._pull, chunk_size=self.at_once if len(u) > self.at_once else None)(u)[0]
         check_finite("the derivative of f", w)
         return _as_tokens(w, self.norm)
+
+    def all_rows(self) -> Tensor:
+        """The blocks of all tokens, as `rows` has them."""
+        if self._whole is None:
+            return self.rows(torch.arange(self.value.shape[1], device=self.x.device)[:, None].expand(-1, len(self.x)))
+        check_finite("the derivative of f", self._whole)
+        return self._whole.to(self.x.dtype).reshape(*self.value.shape, -1)
 
     def rows(self, index: Tensor) -> Tensor:
         """The blocks J_i of the tokens i in `index` [rows, batch], as [batch, rows, features, inputs]."""
@@ -141,13 +156,14 @@ def _rows_norm(J: Tensor, effort: Effort) -> Tensor:
     for step in range(effort.max_steps):
         w = (u @ J).unflatten(-1, tokens)
         lengths = torch.linalg.vector_norm(w, dim=-1, keepdim=True)
-        value = lengths.sum((-2, -1))
-        last, gain = gain, value.amax((1, 2)) - best
-        best = best + gain.clamp_min(0)
-        if scalar or (step > 2 and effort.is_enough(best, gain, last)):
-            break
+        if step % 4 == 0 or step == effort.max_steps - 1:  # a look costs as much as a turn
+            value = lengths.sum((-2, -1))
+            last, gain = gain, value.amax((1, 2)) - best
+            best = best + gain.clamp_min(0)
+            if scalar or (step > 4 and effort.is_enough(best, gain, last)):
+                break
         u = unit((w / lengths.clamp_min(tiny(w))).flatten(-2) @ J.mT)
-        if step == 2:  # the best rows stay
+        if step == 4:  # the best rows stay
             top = value.amax(2).topk(min(J.shape[1], effort.num_starts)).indices[..., None, None]
             J, u = J.take_along_dim(top, 1), u.take_along_dim(top, 1)
         if step == 8:  # and in each of them its best start

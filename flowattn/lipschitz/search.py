@@ -30,6 +30,8 @@ from flowattn.lipschitz.measure import (
 )
 from flowattn.lipschitz.norms import Norm, check_norm, sequence_norm, token_norm
 
+_SMALL = 256  # numbers in an input whose Jacobian is worth being written down
+
 
 class LipschitzSearch(NamedTuple):
     """What `search_lipschitz` found: a lower bound, the input that attains it, and the best after each step."""
@@ -60,14 +62,14 @@ def search_lipschitz(
     .. math:: \max_{X, V} \log \|J(X) V\|, \qquad \|V\| \le 1, \quad \|X\| \le 2 \max(\text{scales})
 
     Candidates are drawn at all `scales`: clouds, and what is worst for attention, a token at the origin with the
-    others in one or two clusters around it. The best of them and those in `start`, `num_restarts` in all, ascend in
-    X by gradients and in V by the turns of `local_lipschitz`; the weaker ones drop out on the way. Steps are relative
-    to the size of X and whitened over features, so neither the scale of f nor a linear map before it matters. A
-    restart that meets an infinite derivative goes back to its best point. A map without second derivatives, such as
-    a ReLU network, has no way up: of it the candidates are measured. Search in float64 where f allows it, for far
-    from the origin rounding can pass for stretch.
+    others in one or two clusters around it. The best of them and those in `start`, `num_restarts` in all, are brought
+    to the size that suits them. Then they ascend in X by gradients and in V by the turns of `local_lipschitz`; the
+    weaker ones drop out on the way. Steps are relative to the size of X and whitened over features, so neither the
+    scale of f nor a linear map before it matters. A restart that meets an infinite derivative goes back to its best
+    point. A map without second derivatives, such as a ReLU network, has no way up: of it the candidates are measured.
+    Search in float64 where f allows it, for far from the origin rounding can pass for stretch.
 
-    Cost: about 8 num_restarts + 4 num_steps derivatives of derivatives.
+    Cost: about 16 num_restarts + 4 num_steps derivatives of derivatives.
 
     Example:
         >>> found = search_lipschitz(torch.sin, (3, 2))
@@ -85,7 +87,7 @@ def search_lipschitz(
     given = like.reshape(-1, *shape)
     x = torch.cat([given, _candidates(*shape, like.new_tensor(scales), generator)])
     v = directions(noise(x.shape, like, generator), norm)
-    scan = [_two_turns(f, *part, norm) for part in zip(x.split(num_restarts), v.split(num_restarts), strict=True)]
+    scan = [_turns(f, *part, norm) for part in zip(x.split(num_restarts), v.split(num_restarts), strict=True)]
     value, v = (torch.cat(parts) for parts in zip(*scan, strict=True))
     rank = value.clone()
     rank[: len(given)].masked_fill_(value[: len(given)].isfinite(), math.inf)
@@ -93,17 +95,22 @@ def search_lipschitz(
     chosen = chosen[value[chosen].isfinite()]
     if not len(chosen):
         raise ValueError(f"f must have finite derivatives somewhere; got none at {len(x)} inputs of all scales.")
-    x = x[chosen]
-    restarts = _Restarts(x, v[chosen], value[chosen], x, x * 0, x[..., :1] * 0, x.mT @ x * 0)
+    limit = 2 * max(scales)
+    x, v, value = _resize(f, x[chosen], v[chosen], value[chosen], norm, limit)
+    restarts = _Restarts(x, v, value, x, v, x * 0, x[..., :1] * 0, x.mT @ x * 0)
     history = []
     for step in range(num_steps):
         rate = learning_rate * (1 - step / num_steps)
-        restarts = _ascend(f, restarts, norm, rate, 2 * max(scales), step).best_few(num_restarts * 8 // (9 + step))
+        restarts = _ascend(f, restarts, norm, rate, limit, step).best_few(num_restarts * 8 // (9 + step))
         history.append(restarts.best[0].item())
         if progress and (step + 1) % max(1, num_steps // 10) == 0:
             print(f"step {step + 1}: {history[-1]:.6g}, {len(restarts.x)} restarts", file=sys.stderr)
     finalists = restarts.best_few(1)
-    best = finalists.best.fmax(operator_norm(f, finalists.best_x, norm, Effort(generator)))
+    if math.prod(shape) <= _SMALL:
+        best = operator_norm(f, finalists.best_x, norm, Effort(generator))
+    else:  # the gradients of all outputs would cost more than the search did
+        best = _turns(f, finalists.best_x, finalists.best_v, norm, num_turns=100, tolerance=1e-6)[0]
+    best = finalists.best.fmax(best)
     return LipschitzSearch(best.amax().item(), finalists.best_x[best.argmax()], history)
 
 
@@ -114,6 +121,7 @@ class _Restarts(NamedTuple):
     v: Tensor
     best: Tensor
     best_x: Tensor
+    best_v: Tensor
     mean: Tensor
     lengths: Tensor
     spread: Tensor
@@ -126,7 +134,7 @@ class _Restarts(NamedTuple):
 
 def _ascend(f: Map, restarts: _Restarts, norm: Norm, rate: float, limit: float, step: int) -> _Restarts:
     """One turn in v, and in x one step of Adam with second moments per token and, as a matrix, over features."""
-    x, v, best, best_x, mean, lengths, spread = restarts
+    x, v, best, best_x, best_v, mean, lengths, spread = restarts
     y, pull, output = vjp(lambda x, v: jvp(f, (x,), (v,))[::-1], x, v, has_aux=True)  # type: ignore[misc]
     value = sequence_norm(y, norm)
     slope, w = pull(attaining(y, norm))
@@ -134,7 +142,8 @@ def _ascend(f: Map, restarts: _Restarts, norm: Norm, rate: float, limit: float, 
     slope = slope * size / value.clamp_min(tiny(x))[:, None, None]
     fine = (value + (slope + w).sum((-2, -1)) + output.sum((-2, -1))).isfinite()
     better, fine = fine & (value > best), fine[:, None, None]
-    best, best_x = value.where(better, best), x.where(better[:, None, None], best_x)
+    best, better = value.where(better, best), better[:, None, None]
+    best_x, best_v = x.where(better, best_x), v.where(better, best_v)
     slope = slope.where(fine, 0)
     average = 1 / (step + 1)  # of all steps at first, so that the moments need not start from zero
     mean = mean.lerp(slope, max(0.2, average))
@@ -145,9 +154,27 @@ def _ascend(f: Map, restarts: _Restarts, norm: Norm, rate: float, limit: float, 
     values, vectors = torch.linalg.eigh(spread * (x.shape[2] / x.shape[1]))
     whiten = vectors / (values.clamp_min(1e-4 * values[:, -1:]) + tiny(x)).sqrt().unsqueeze(-2) @ vectors.mT
     x = x + rate * size * (mean / scale) @ whiten
-    x = x * (limit / token_norm(x).clamp_min(tiny(x))).clamp_max(1)[:, None, None]
+    x = _within(x, limit)
     x, v = x.where(fine, best_x), directions(w, norm).where(fine, v)
-    return _Restarts(x, v, best, best_x, mean, lengths, spread)
+    return _Restarts(x, v, best, best_x, best_v, mean, lengths, spread)
+
+
+def _resize(f: Map, x: Tensor, v: Tensor, value: Tensor, norm: Norm, limit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Makes each input longer or shorter as a whole, in ever smaller steps, where that stretches it more.
+
+    Attention is far more sensitive to this than to anything that a single token does.
+    """
+    for power in (0.5, -0.5, 0.25, -0.25, 0.125, -0.125):
+        resized = _within(x * 2**power, limit)
+        new_value, new_v = _turns(f, resized, v, norm, num_turns=1)
+        better = new_value > value
+        value = new_value.where(better, value)
+        x, v = resized.where(better[:, None, None], x), new_v.where(better[:, None, None], v)
+    return x, v, value
+
+
+def _within(x: Tensor, limit: float) -> Tensor:
+    return x * (limit / token_norm(x).clamp_min(tiny(x))).clamp_max(1)[:, None, None]
 
 
 def _candidates(tokens: int, features: int, scales: Tensor, generator: torch.Generator) -> Tensor:
@@ -161,11 +188,17 @@ def _candidates(tokens: int, features: int, scales: Tensor, generator: torch.Gen
     return (x * scales[:, None, None, None]).flatten(0, 2)
 
 
-def _two_turns(f: Map, x: Tensor, v: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+def _turns(
+    f: Map, x: Tensor, v: Tensor, norm: Norm, num_turns: int = 2, tolerance: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The stretch of each x along a direction that has had so many turns, or all that gain, and this direction."""
     output, pull = vjp(f, x)[:2]
-    for _ in range(2):
+    value = x.new_zeros(len(x))
+    for _ in range(num_turns):
         (w,) = pull(attaining(jvp(f, (x,), (v,))[1], norm))
         v = directions(w, norm)
-    value = (v * w).sum((-2, -1))
+        last, value = value, (v * w).sum((-2, -1))
+        if tolerance and (value <= last * (1 + tolerance)).all():
+            break
     fine = (value + output.sum((-2, -1))).isfinite()
     return value.where(fine, -math.inf), v
