@@ -3,11 +3,15 @@
 from flowattn.contractions.attention import DotProductSelfAttention, L2SelfAttention
 from flowattn.contractions.base import Contraction, Push, Structure
 from flowattn.contractions.blocks import DenseBlocks, HeadBlocks, TokenBlocks
+from flowattn.contractions.centred import Centred
 from flowattn.contractions.compose import Compose
 from flowattn.contractions.declared import Declared
 from flowattn.contractions.feed_forward import FeedForward, TokenLinear
+from flowattn.contractions.radial import CentralForces, PairForces
 
 __all__ = [
+    "CentralForces",
+    "Centred",
     "Compose",
     "Contraction",
     "Declared",
@@ -16,6 +20,7 @@ __all__ = [
     "FeedForward",
     "HeadBlocks",
     "L2SelfAttention",
+    "PairForces",
     "Push",
     "Structure",
     "TokenBlocks",

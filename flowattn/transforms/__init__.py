@@ -1,15 +1,20 @@
 """Transforms of sequences of tokens for nflows. What they read in a context is told in `flowattn.context`."""
 
 from flowattn.transforms.actnorm import TokenActNorm
+from flowattn.transforms.centred import CentredAttention, CentredFeedForward, CentredLinear, MovingResidual
 from flowattn.transforms.coupling import AttentionCoupling, FeedForwardCoupling
 from flowattn.transforms.residual import InvertibleAttention, InvertibleFeedForward, ResidualTransform
 from flowattn.transforms.tokenwise import Tokenwise
 
 __all__ = [
     "AttentionCoupling",
+    "CentredAttention",
+    "CentredFeedForward",
+    "CentredLinear",
     "FeedForwardCoupling",
     "InvertibleAttention",
     "InvertibleFeedForward",
+    "MovingResidual",
     "ResidualTransform",
     "TokenActNorm",
     "Tokenwise",

@@ -1,4 +1,4 @@
-"""Ready-made flows of sequences and sets."""
+"""A ready-made flow of sequences and sets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flowattn.transforms import (
     Tokenwise,
 )
 
-__all__ = ["AttentionFlow", "SequenceNormal"]
+__all__ = ["AttentionFlow"]
 
 
 class AttentionFlow(Flow):
