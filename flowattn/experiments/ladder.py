@@ -1,0 +1,125 @@
+"""From dot-product attention to an invertible Transformer, one change at a time, on the characters of a text.
+
+    python -m flowattn.experiments ladder --data PATH [--rungs ...] [--layers 2 4] [--seeds 0 1] [--rates 2e-3]
+
+writes DIR/results/ladder.csv, one DIR/results/ladder_RUN.csv per run (validation nats against steps), and
+DIR/figures/ladder.png. Runs that are in DIR/results/ladder_runs.jsonl are not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from flowattn.experiments._lab import COLORS, MARKERS, STYLE, Row, write_csv
+from flowattn.experiments._language import Outcome, Run, add_options, make_quick, make_run, run_all
+from flowattn.models import RUNGS
+
+Results = list[tuple[Run, Outcome]]
+
+
+def summary(results: Results) -> list[Row]:
+    """One row per rung, depth and rate: the mean over seeds, and how far it is above the first row of its depth."""
+    rows: list[Row] = []
+    groups: dict[tuple[str, int, float], Results] = {}
+    for run, outcome in results:
+        groups.setdefault((run.rung, run.layers, run.rate), []).append((run, outcome))
+    reference: dict[tuple[int, float], float] = {}
+    for (rung, layers, rate), group in groups.items():
+        losses = [outcome.val_nll for _, outcome in group]
+        mean = statistics.fmean(losses)
+        reference.setdefault((layers, rate), mean)
+        rows.append(
+            {
+                "rung": rung,
+                "layers": layers,
+                "rate": rate,
+                "seeds": len(group),
+                "parameters": group[0][1].parameters,
+                "feed_forward_width": group[0][1].hidden,
+                "ms_per_step": statistics.median(outcome.step_ms for _, outcome in group),
+                "val_nll": mean,
+                "val_bpc": mean / math.log(2),
+                "spread": max(losses) - min(losses),
+                "above_first": mean - reference[layers, rate],
+            }
+        )
+    return rows
+
+
+def plot(results: Results) -> Figure:
+    """Validation nats against steps, one line per rung; one panel per depth."""
+    depths = sorted({run.layers for run, _ in results})
+    figure, axes = plt.subplots(
+        1, len(depths), figsize=(4.2 * len(depths) + 1.6, 3.4), layout="constrained", sharey=True, squeeze=False
+    )
+    rungs = list(dict.fromkeys(run.rung for run, _ in results))
+    for ax, layers in zip(axes[0], depths, strict=True):
+        named = set()
+        for run, outcome in results:
+            if run.layers != layers:
+                continue
+            k = rungs.index(run.rung)
+            steps, losses = ([float(row[name]) for row in outcome.curve] for name in ("step", "val_nll"))
+            label = None if run.rung in named else run.rung
+            named.add(run.rung)
+            ax.plot(steps, losses, color=COLORS[k % len(COLORS)], marker=MARKERS[k % len(MARKERS)], label=label,
+                    linestyle="-" if k < len(COLORS) else "--")  # fmt: skip
+        ax.set_title(f"{layers} layers")
+        ax.set_xlabel("steps")
+    axes[0][0].set_ylabel("validation, nats per character")
+    axes[0][-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def show(title: str, rows: Sequence[Row]) -> None:
+    table = Table(*(name.replace("_", " ") for name in rows[0]), title=title)
+    for row in rows:
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console().print(table)
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m flowattn.experiments ladder", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--rungs", nargs="+", choices=list(RUNGS), default=list(RUNGS))
+    parser.add_argument("--layers", type=int, nargs="+", default=[2], help="depths")
+    parser.add_argument("--layer_norm", action="store_true", help="for the rungs that can have it")
+    parser.add_argument("--position", choices=["absolute", "relative", "both"], help="for the rungs that can have it")
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    make_quick(options)
+
+    runs = [
+        make_run(
+            options,
+            rung=rung,
+            layers=layers,
+            seed=seed,
+            rate=rate,
+            schedule="cosine",
+            layer_norm=options.layer_norm and rung != "invertible",
+            position=None if rung == "contractive_inf" else options.position,
+        )
+        for layers, rung, rate, seed in itertools.product(options.layers, options.rungs, options.rates, options.seeds)
+    ]
+    results = run_all(runs, options, "ladder")
+    rows = summary(results)
+    write_csv(options.out / "results" / "ladder.csv", rows)
+    figures: Path = options.out / "figures"
+    figures.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context(STYLE):
+        figure = plot(results)
+        figure.savefig(figures / "ladder.png", dpi=160)
+        plt.close(figure)
+    show(f"the ladder on {runs[0].text}: validation nats per character", rows)
