@@ -1,8 +1,6 @@
-"""The door to the experiments: `make train`, or `python train.py --help`."""
+"""Trains, evaluates and samples densities of sequences: `python train.py` says how."""
 
-import sys
-
-from flowattn.experiments import demo
+from flowattn.cli import main
 
 if __name__ == "__main__":
-    demo.main(sys.argv[1:])
+    main()

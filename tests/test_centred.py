@@ -9,8 +9,8 @@ from nflows.transforms import CompositeTransform
 from flowattn.contractions import Compose, FeedForward, L2SelfAttention, TokenLinear
 from flowattn.contractions.centred import Centred, centre, moves_with_tokens
 from flowattn.contractions.radial import CentralForces, PairForces, Profile
-from flowattn.inverse import Solver
 from flowattn.flows.particles import MeanFreeNormal, ParticleFlow
+from flowattn.inverse import Solver
 from flowattn.testing import check_transform
 from flowattn.transforms import ResidualTransform
 from flowattn.transforms.centred import CentredAttention, CentredFeedForward, CentredLinear, MovingResidual

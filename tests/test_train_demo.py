@@ -1,4 +1,4 @@
-"""`make train`, in small."""
+"""The demonstration of the certified inverse, in small."""
 
 import subprocess
 import sys
@@ -9,7 +9,19 @@ ROOT = Path(__file__).parents[1]
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-W", "error", "train.py", "--samples", "4", "--tokens", "8", *arguments],
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            "flowattn.experiments",
+            "demo",
+            "--samples",
+            "4",
+            "--tokens",
+            "8",
+            *arguments,
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

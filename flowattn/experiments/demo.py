@@ -51,7 +51,9 @@ def invert(samples: int, tokens: int, max_steps: int, tolerance: float) -> tuple
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = argparse.ArgumentParser(prog="train.py", description="Inverts an L2 attention layer.")
+    parser = argparse.ArgumentParser(
+        prog="python -m flowattn.experiments demo", description="Inverts an L2 attention layer."
+    )
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--max_steps", type=int, default=1000)

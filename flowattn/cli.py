@@ -1,0 +1,223 @@
+"""The command line behind train.py: fit, validate, test, predict and sample, by configs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pytorch_lightning import LightningDataModule, LightningModule
+from pytorch_lightning.callbacks import ProgressBar
+from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from pytorch_lightning.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
+from rich.console import Console
+from rich.table import Table
+
+from flowattn.training import (
+    CheckpointError,
+    FiniteGradients,
+    NotFinite,
+    RandomState,
+    SafeCheckpointIO,
+    SequenceTrainer,
+)
+from flowattn.training.checkpoint_io import is_full
+from flowattn.training.progress import Bar, tell
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+DEFAULT = CONFIGS / "default.yaml"
+
+
+class SaveConfig(SaveConfigCallback):
+    """Keeps the whole config of a training as `config.yaml` in the run's folder."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "save_to_log_dir": False})
+
+    def save_config(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            folder = Path(trainer.default_root_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.parser.save(self.config, folder / "config.yaml", skip_none=False, overwrite=True, multifile=False)
+
+
+class ShortParser(LightningArgumentParser):
+    """Answers a mistake with what is wrong, not with a page of options and types."""
+
+    NOISE = ("Subtypes:", "Does not validate against", "Errors:", "Given value type:", "Expected a <class 'NoneType'>")
+
+    def print_usage(self, file: Any = None) -> None:
+        pass
+
+    def error(self, message: str, *args: Any) -> NoReturn:
+        lines = [
+            line for line in message.splitlines() if line.strip() and not any(noise in line for noise in self.NOISE)
+        ]
+        super().error("\n".join(lines), *args)
+
+
+class SequenceCLI(LightningCLI):
+    """Lightning's command line with runs in folders of their own, and `sample`.
+
+    A run is named after its first config, `runs/NAME`, unless `--run NAME` says otherwise; everything is in there.
+    """
+
+    def __init__(self, args: Sequence[str] | None = None, run: bool = True) -> None:
+        defaults = {"default_config_files": [str(DEFAULT)]}
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            SaveConfig,
+            trainer_class=SequenceTrainer,
+            seed_everything_default=0,
+            parser_class=ShortParser,
+            parser_kwargs={command: dict(defaults) for command in self.subcommands()} if run else defaults,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            args=None if args is None else list(args),
+            run=run,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        data = {"model", "dataloaders", "datamodule", "weights_only"}
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule", "weights_only"},
+            "validate": data,
+            "test": data,
+            "predict": data | {"return_predictions"},
+            "sample": {"model", "datamodule"},
+        }
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--run", type=str | None, default=None, help="Name of the run's folder below runs/.")
+        parser.link_arguments("data", "model.init_args.event_shape", _event_shape, apply_on="instantiate")
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: a model is what its config says, and a checkpoint has weights."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> SequenceTrainer:
+        config = self._get(self.config_init, "trainer")
+        folder = Path(config.default_root_dir or Path("runs") / self.run_name()).absolute()
+        kwargs["default_root_dir"] = str(folder)
+        if config.logger in (None, True):
+            kwargs["logger"] = False
+            if self.subcommand == "fit" and not config.fast_dev_run:
+                tensorboard = TensorBoardLogger(folder, name="", version="tensorboard")
+                kwargs["logger"] = [tensorboard, CSVLogger(folder, name="csv")]
+        kwargs["plugins"] = [*_listed(config.plugins), SafeCheckpointIO()]
+        callbacks = [*_listed(config.callbacks), FiniteGradients(), RandomState()]
+        if config.enable_progress_bar is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
+            callbacks.append(Bar())
+        kwargs["callbacks"] = callbacks
+        return super().instantiate_trainer(**kwargs)  # type: ignore[return-value]
+
+    def run_name(self) -> str:
+        """What --run says, or the first config's path below configs/."""
+        given = self._get(self.config, "run")
+        files = self._get(self.config, "config") or []
+        if given or not files:
+            return given or "unnamed"
+        path = Path(str(files[0])).resolve().with_suffix("")
+        return str(path.relative_to(CONFIGS)) if path.is_relative_to(CONFIGS) else path.name
+
+    def before_fit(self) -> None:
+        if self._get(self.config, "ckpt_path") is None and not self._get(self.config, "trainer").fast_dev_run:
+            _move_aside(Path(self.trainer.default_root_dir))
+
+    def after_fit(self) -> None:
+        if self.trainer.is_global_zero:
+            tell(sorted(Path(self.trainer.default_root_dir, "checkpoints").glob("*.ckpt")))
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs a command, and ends with one line where an error says all there is to say."""
+    args = sys.argv[1:] if args is None else list(args)
+    if not args:
+        print_help()
+        return
+    keep_quiet()
+    before, sys.argv = sys.argv, [sys.argv[0], *args]  # what Lightning starts other ranks with
+    try:
+        SequenceCLI()
+    except (CheckpointError, NotFinite) as error:
+        raise SystemExit(f"error: {error}") from None
+    except RuntimeError as error:
+        if "in loading state_dict" not in str(error):
+            raise
+        first = "\n".join(str(error).splitlines()[:4])
+        raise SystemExit(f"error: the checkpoint is not of the model of this config. {first}") from None
+    except OSError as error:
+        if is_full(error):
+            raise SystemExit(f"error: {error.filename or 'a file'} could not be written: {error.strerror}") from None
+        raise
+    finally:
+        sys.argv = before
+
+
+def keep_quiet() -> None:
+    """Leaves out what the libraries below say about themselves and the user can do nothing about."""
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    warnings.filterwarnings("ignore", "torch.triangular_solve is deprecated")
+    warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)` is deprecated")
+    warnings.filterwarnings("ignore", "The '.*' does not have many workers")
+    warnings.filterwarnings("ignore", "Precision .* is not supported by the model summary")
+    warnings.filterwarnings("ignore", "The number of training batches .* is smaller than the logging interval")
+    logging.getLogger("pytorch_lightning.utilities.rank_zero").addFilter(
+        lambda record: "Tip:" not in record.getMessage()
+    )
+
+
+def print_help() -> None:
+    """Says what can be run."""
+    console = Console()
+    console.print(
+        "Trains, evaluates and samples densities of sequences.\n\n"
+        "  python train.py fit --config configs/NAME.yaml                      train; results in runs/NAME\n"
+        "  python train.py fit --config configs/NAME.yaml --ckpt_path last     go on where it was stopped\n"
+        "  python train.py test --config configs/NAME.yaml                     the table, with the best checkpoint\n"
+        "  python train.py predict --config configs/NAME.yaml --out FILE.csv   a log-density for each sequence\n"
+        "  python train.py sample --config configs/NAME.yaml --num_samples 64  samples and a picture of them\n"
+        "  python train.py fit --help                                          every option there is\n",
+        highlight=False,
+    )
+    table = Table(title="configs", title_justify="left")
+    table.add_column("config", no_wrap=True)
+    table.add_column("what it is")
+    for path in sorted(CONFIGS.rglob("*.yaml")):
+        table.add_row(str(path.relative_to(CONFIGS.parent)), first_comment(path))
+    console.print(table)
+
+
+def first_comment(path: Path) -> str:
+    first = path.read_text().partition("\n")[0]
+    return first.lstrip("# ") if first.startswith("#") else ""
+
+
+@rank_zero_only
+def _move_aside(folder: Path) -> None:
+    """Keeps an earlier run of the same name, with a number behind it."""
+    if not (folder / "checkpoints").is_dir():
+        return
+    number = 1
+    while (other := folder.with_name(f"{folder.name}-{number}")).exists():
+        number += 1
+    folder.rename(other)
+    Console().print(
+        f"An earlier run is now {other}; --ckpt_path last would have gone on with it.", highlight=False, soft_wrap=True
+    )
+
+
+def _event_shape(data: LightningDataModule) -> Any:
+    return getattr(data, "event_shape", None)
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]

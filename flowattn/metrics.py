@@ -1,0 +1,89 @@
+"""How well a density fits: nats per sequence, nats per token, bits per dimension."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torchmetrics import Metric
+
+from flowattn.context import split_context
+
+_EXACT = torch.float32 if torch.backends.mps.is_available() else torch.float64
+
+
+class Likelihood(Metric):
+    r"""The negative log-likelihood of sequences of any length, in three units.
+
+    .. math:: \text{nll} = -\frac1M \sum_m \log p(X_m), \qquad
+        \text{token\_nll} = -\frac{\sum_m \log p(X_m)}{\sum_m N_m}, \qquad
+        \text{bpd} = -\frac{\sum_m \log p(X_m)}{D \ln 2 \sum_m N_m}
+
+    M sequences of :math:`N_m` real tokens, D wide. `nll_error` is the standard error of the first. Only sums are kept,
+    in float64, and added up over ranks when the result is asked for: ranks may see different numbers of sequences and
+    batches, and a sequence counts the same whatever batch it is in.
+
+    Args:
+        features: the width D of a token.
+
+    Example:
+        >>> metric = Likelihood(features=2)
+        >>> metric.update(torch.tensor([-3.0, -5.0]), torch.tensor([1, 3]))
+        >>> {name: round(value, 3) for name, value in metric.values().items()}
+        {'nll': 4.0, 'nll_error': 1.0, 'token_nll': 2.0, 'bpd': 1.443}
+    """
+
+    full_state_update = False
+    higher_is_better = False
+    count: Tensor
+    total: Tensor
+    squares: Tensor
+    tokens: Tensor
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.features = features
+        for name in ("count", "total", "squares", "tokens"):
+            self.add_state(name, torch.zeros((), dtype=_EXACT), dist_reduce_fx="sum")
+
+    def update(self, log_prob: Float[Tensor, " batch"], lengths: Int[Tensor, " batch"]) -> None:
+        """Counts these sequences: their log-densities, and how many real tokens they have."""
+        if log_prob.shape != lengths.shape or log_prob.ndim != 1:
+            raise ValueError(
+                f"log_prob and lengths must have one entry per sequence; got shapes {list(log_prob.shape)} and "
+                f"{list(lengths.shape)}."
+            )
+        nll = -log_prob.detach().to(_EXACT)
+        self.count += len(nll)
+        self.total += nll.sum()
+        self.squares += nll.square().sum()
+        self.tokens += lengths.sum()
+
+    def compute(self) -> dict[str, Tensor]:
+        """`nll`, `nll_error`, `token_nll` and `bpd`; not a number before the first sequence."""
+        mean = self.total / self.count
+        variance = (self.squares / self.count - mean.square()).clamp_min(0) / (self.count - 1).clamp_min(1)
+        token_nll = self.total / self.tokens
+        return {
+            "nll": mean,
+            "nll_error": variance.sqrt(),
+            "token_nll": token_nll,
+            "bpd": token_nll / (self.features * math.log(2)),
+        }
+
+    def values(self) -> dict[str, float]:
+        """What `compute` says, as numbers; without a warning on a rank that had no sequence of its own."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* was called before the ``update`` method")
+            return {name: value.item() for name, value in self.compute().items()}
+
+
+def lengths(inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None) -> Int[Tensor, " batch"]:
+    """The number of real tokens of each sequence, by its context (`flowattn.context`)."""
+    _, mask = split_context(context, inputs)
+    if mask is None:
+        return torch.full((len(inputs),), inputs.shape[1], device=inputs.device)
+    return mask.sum(1)

@@ -1,0 +1,206 @@
+"""What goes wrong in real life: kills, full disks, damaged and hostile files, bad data, bad configs."""
+
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+
+from tests.tiny import run, start, write_config
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The folder of a training that nothing happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    code, output = run(folder, *fit(folder))
+    assert code == 0, output
+    return folder
+
+
+def fit(folder, *more):
+    return ["fit", "--config", str(write_config(folder)), "--trainer.default_root_dir", str(folder), *more]
+
+
+def load(folder, name="last"):
+    return torch.load(folder / "checkpoints" / f"{name}.ckpt", weights_only=True)
+
+
+def assert_equal(one, other, where="checkpoint"):
+    """Bitwise, all the way down."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_equal(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for number, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_equal(a, b, f"{where}/{number}")
+    else:
+        assert one == other, where
+
+
+TRAINED = ("state_dict", "trained_state_dict", "optimizer_states", "lr_schedulers", "global_step", "callbacks")
+
+
+def assert_same_training(folder, undisturbed):
+    for name in ("last", "best"):
+        got, wanted = load(folder, name), load(undisturbed, name)
+        for key in TRAINED:
+            assert_equal(got[key], wanted[key], f"{name}/{key}")
+
+
+@pytest.mark.parametrize("step", [7, 9, 19])
+def test_a_killed_training_goes_on_to_the_same_bits(step, undisturbed, tmp_path):
+    # 7: three steps after a checkpoint, in the first epoch. 9: before the validation that ends it. 19: in the third.
+    kill = ["--trainer.callbacks+", "tests.tiny.KillAt", "--trainer.callbacks.step", str(step)]
+    code, output = run(tmp_path, *fit(tmp_path, *kill))
+    assert code == -signal.SIGKILL, output
+    assert load(tmp_path)["global_step"] < step
+    code, output = run(tmp_path, *fit(tmp_path, "--ckpt_path", "last"))
+    assert code == 0, output
+    assert_same_training(tmp_path, undisturbed)
+
+
+def kill_in_the_middle_of_writing():
+    """SIGKILL when the fourth checkpoint is written but not yet in its place."""
+    calls, fsync = [], os.fsync
+
+    def kill(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 7:  # a checkpoint waits for its file, and then for its folder
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(descriptor)
+
+    os.fsync = kill
+
+
+def test_a_training_killed_while_it_writes_a_checkpoint_has_the_one_before(undisturbed, tmp_path):
+    code, output = run(tmp_path, *fit(tmp_path), prepare=kill_in_the_middle_of_writing)
+    assert code == -signal.SIGKILL, output
+    assert list((tmp_path / "checkpoints").glob(".*.tmp"))
+    assert load(tmp_path)["global_step"] == 6
+    code, output = run(tmp_path, *fit(tmp_path, "--ckpt_path", "last"))
+    assert code == 0, output
+    assert_same_training(tmp_path, undisturbed)
+    assert not list((tmp_path / "checkpoints").glob(".*.tmp"))
+
+
+@pytest.mark.slow
+def test_twenty_kills_in_a_row_lose_nothing(tmp_path):
+    long = ["--trainer.max_steps", "120"]
+    (tmp_path / "undisturbed").mkdir()
+    code, output = run(tmp_path / "undisturbed", *fit(tmp_path / "undisturbed", *long))
+    assert code == 0, output
+    chance, last, kills = random.Random(0), tmp_path / "checkpoints" / "last.ckpt", 0
+    while kills < 20:
+        before = last.stat().st_mtime_ns if last.exists() else None
+        process = start(tmp_path, *fit(tmp_path, *long, "--ckpt_path", "last"))
+        while process.is_alive() and before == (last.stat().st_mtime_ns if last.exists() else None):
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.1))  # it got on by a checkpoint; then, anywhere
+        process.kill()
+        process.join()
+        if process.exitcode == 0:  # it came to its end: once more from the beginning
+            assert_same_training(tmp_path, tmp_path / "undisturbed")
+            shutil.rmtree(tmp_path / "checkpoints")
+        else:
+            assert process.exitcode == -signal.SIGKILL, (tmp_path / "output.txt").read_text()
+            kills += 1
+    code, output = run(tmp_path, *fit(tmp_path, *long, "--ckpt_path", "last"))
+    assert code == 0, output
+    assert_same_training(tmp_path, tmp_path / "undisturbed")
+
+
+@pytest.fixture
+def trained(undisturbed, tmp_path):
+    """A copy of that folder, to spoil."""
+    shutil.copytree(undisturbed / "checkpoints", tmp_path / "checkpoints")
+    return tmp_path
+
+
+def errors(output):
+    return [line for line in output.splitlines() if "rror" in line]
+
+
+def test_a_checkpoint_cut_in_half_is_named_with_one_to_use(trained):
+    last = trained / "checkpoints" / "last.ckpt"
+    last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
+    code, output = run(trained, *fit(trained, "--ckpt_path", "last"))
+    assert code == 1, output
+    (line,) = errors(output)
+    assert f"error: {last} is damaged" in line
+    assert f"Usable: {trained}/checkpoints/best.ckpt" in line
+
+
+def test_a_full_disk_ends_with_one_message_and_the_last_good_checkpoint(trained):
+    last = trained / "checkpoints" / "last.ckpt"
+    before = last.read_bytes()
+
+    def fill_the_disk():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writes fail with an error in place of a signal
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2,) * 2)
+
+    more = ["--ckpt_path", "last", "--trainer.max_steps", "40"]
+    code, output = run(trained, *fit(trained, *more), prepare=fill_the_disk)
+    assert code == 1, output
+    (line,) = errors(output)
+    assert f"{last} could not be written: File too large. The last good one is still there: {last}" in line
+    assert last.read_bytes() == before
+    code, output = run(trained, *fit(trained, *more))
+    assert code == 0, output
+
+
+def test_a_batch_that_is_not_a_number_stops_before_the_weights_are_spoiled(tmp_path):
+    code, output = run(tmp_path, *fit(tmp_path, "--data.bad_batch", "12"))
+    assert code == 1, output
+    (line,) = errors(output)
+    assert "train batch 3, step 12: sequence" in line
+    assert "is nan at token 2, feature 1" in line
+    last = load(tmp_path)
+    assert last["global_step"] == 12
+    assert all(value.isfinite().all() for value in last["trained_state_dict"].values())
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch hostile-code-ran",)
+
+
+@pytest.mark.parametrize("command", ["fit", "test", "sample"])
+def test_a_hostile_checkpoint_is_refused(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {}, "callbacks": Hostile()}, tmp_path / "hostile.ckpt")
+    arguments = [command, *fit(tmp_path)[1:], "--ckpt_path", "hostile.ckpt"]
+    code, output = run(tmp_path, *arguments)
+    assert code == 1, output
+    (line,) = errors(output)
+    assert "hostile.ckpt is refused" in line
+    assert "system" in line
+    assert not (tmp_path / "hostile-code-ran").exists()
+
+
+BAD_CONFIGS = {
+    "a key of the trainer": (["--trainer.max_stepz", "3"], "max_stepz"),
+    "a section": (["--modl.flow", "x"], "modl"),
+    "an argument of the flow": (["--model.flow.dept", "3"], "dept"),
+    "a class": (["--data", "flowattn.data.NoSuchData"], "NoSuchData"),
+    "a value": (["--model.optimizer.lr", "fast"], "fast"),
+    "a checkpoint": (["--ckpt_path", "nowhere.ckpt"], "There is no checkpoint nowhere.ckpt"),
+    "the best of none": (["--ckpt_path", "best"], "There is no best checkpoint of this run"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_CONFIGS.values(), ids=BAD_CONFIGS.keys())
+def test_a_mistake_in_the_config_is_answered_in_few_lines(arguments, message, tmp_path):
+    code, output = run(tmp_path, *fit(tmp_path, *arguments))
+    assert code == 1, output
+    assert message in output
+    assert len(output.splitlines()) <= 14, output
+    assert "Traceback" not in output
