@@ -1,5 +1,6 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 WORKERS ?= 2
+CONFIG ?= configs/autoregression.yaml
 BIN := .venv/bin
 READY := .venv/.ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
@@ -17,8 +18,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,data,dev,bench]'
 	@touch $@
 
-train: $(READY)  ## run train.py; pass arguments as ARGS="..."
-	$(BIN)/python train.py $(ARGS)
+train: $(READY)  ## train a flow, test it and draw samples; another one by CONFIG=configs/NAME.yaml
+	$(BIN)/python train.py fit --config $(CONFIG) $(ARGS)
+	$(BIN)/python train.py test --config $(CONFIG)
+	$(BIN)/python train.py sample --config $(CONFIG)
 
 test: $(READY)  ## run the tests and doctests, without the slow ones
 	$(PYTEST) $(ARGS)
