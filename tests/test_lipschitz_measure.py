@@ -8,6 +8,7 @@ import torch
 from torch.func import jacrev, vmap
 
 from flowattn.attention import l2_attention
+from flowattn.contractions import L2SelfAttention
 from flowattn.lipschitz import lambert_w0, measure
 from flowattn.lipschitz.measure import local_lipschitz
 from flowattn.lipschitz.search import search_lipschitz
@@ -97,6 +98,15 @@ def test_local_norm_needs_no_full_jacobian(name, norm, monkeypatch):
 
 
 @every_norm
+@pytest.mark.parametrize("options", [{}, {"coefficient": None, "radius": 1.0}, {"causal": True}])
+def test_local_norm_takes_the_closed_form_of_a_contraction(options, norm, monkeypatch):
+    f, x = L2SelfAttention(4, 2, **options), torch.randn(3, 7, 4)
+    expected = local_lipschitz(lambda x: f(x), x, norm)
+    monkeypatch.setattr(measure, "vjp", None)  # autograd is not asked
+    torch.testing.assert_close(local_lipschitz(f, x, norm), expected, rtol=1e-5, atol=0)
+
+
+@every_norm
 @every_map
 def test_local_norm_is_a_lower_bound_however_little_is_spent(make, norm, monkeypatch):
     f, x = make()
@@ -174,6 +184,8 @@ def test_local_norm_refuses_what_it_cannot_measure(without_shape_checks):
         local_lipschitz(lambda x: x.sum(-1), x)
     with pytest.raises(ValueError, match="num_starts must be a whole number of at least 1; got num_starts=0"):
         local_lipschitz(torch.sin, x, num_starts=0)
+    with pytest.raises(ValueError, match="tolerance must be at least 0 and below 1; got tolerance=nan"):
+        local_lipschitz(torch.sin, x, tolerance=math.nan)
 
 
 @pytest.mark.slow
@@ -275,6 +287,12 @@ def test_search_climbs_and_is_deterministic():
     assert first.history != other.history
     assert first.history == sorted(first.history) and first.history[-1] > first.history[0]
     assert first.constant >= first.history[-1] * (1 - 1e-12) and len(first.history) == 30
+
+
+def test_search_of_long_inputs_ends_with_the_local_norm():
+    f = random_attention(2)
+    found = search_lipschitz(f, (200, 2), num_restarts=4, num_steps=10, scales=(1.0, 3.0))
+    assert found.constant == pytest.approx(local_lipschitz(f, found.x[None]).item(), rel=1e-4)
 
 
 def test_search_starts_where_it_is_told():
