@@ -15,7 +15,7 @@ setup: $(READY)  ## install the package and all extras into .venv, at the tested
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,data,dev,bench]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,data,lab,dev,bench]'
 	@touch $@
 
 train: $(READY)  ## train a flow, test it and draw samples; another one by CONFIG=configs/NAME.yaml

@@ -186,20 +186,21 @@ def test_there_is_a_config_of_every_rung_in_two_sizes():
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_config_trains(path, tmp_path, monkeypatch, capsys):
+def test_a_batch_of_fit_and_of_test_runs(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     model, data = "--model.init_args.model.init_args", "--data.init_args"
-    main(
-        [
-            "fit",
-            *("--config", str(path)),
-            *(f"{model}.features", "16", f"{model}.num_layers", "1", f"{model}.max_tokens", "16"),
-            *(f"{data}.path", str(text), f"{data}.download", "false", f"{data}.cache", str(tmp_path)),
-            *(f"{data}.max_tokens", "16", f"{data}.batch_size", "4"),
-            *("--trainer.max_steps", "1", "--trainer.val_check_interval", "1", "--trainer.logger", "false"),
-            *("--trainer.limit_val_batches", "1", "--trainer.enable_progress_bar", "false"),
-        ]
-    )
+    options = [
+        *("--config", str(path)),
+        *(f"{model}.features", "16", f"{model}.num_layers", "1", f"{model}.max_tokens", "16"),
+        *(f"{data}.path", str(text), f"{data}.download", "false", f"{data}.cache", str(tmp_path)),
+        *(f"{data}.max_tokens", "16", f"{data}.batch_size", "4"),
+        *("--trainer.max_steps", "1", "--trainer.val_check_interval", "1", "--trainer.logger", "false"),
+        *("--trainer.limit_val_batches", "1", "--trainer.limit_test_batches", "1"),
+        *("--trainer.enable_progress_bar", "false"),
+    ]
+    main(["fit", *options])
     assert (tmp_path / "runs" / "ptb" / path.stem / "checkpoints" / "last.ckpt").exists()
+    main(["test", *options])
+    assert "bpc" in capsys.readouterr().out
