@@ -14,7 +14,9 @@ def main() -> None:
     known = [m.name for m in pkgutil.iter_modules(experiments.__path__) if not m.name.startswith("_")]
     parser = argparse.ArgumentParser(prog="python -m flowattn.experiments")
     parser.add_argument("name", choices=[*known, "all"], help=f"all runs each but {', '.join(LONG)}")
-    parser.add_argument("options", nargs=argparse.REMAINDER, help="those of the experiment, `--help` lists them; all takes none")
+    parser.add_argument(
+        "options", nargs=argparse.REMAINDER, help="those of the experiment, `--help` lists them; all takes none"
+    )
     chosen = parser.parse_args()
     if chosen.name == "all" and chosen.options:
         parser.error(f"all takes no options; got {' '.join(chosen.options)}")
