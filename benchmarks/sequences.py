@@ -18,7 +18,6 @@ import copy
 import csv
 import math
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -168,7 +167,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     # A config's own trainer is not used: all rivals go through the same loop.
     keep_quiet()
-    warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # sys.argv has our own options
     cli = SequenceCLI(["--config", str(CONFIGS / f"{options.data}.yaml"), "--trainer.callbacks=[]"], run=False)
     data, module = cli.datamodule, cli.model
     size = math.prod(data.event_shape)

@@ -167,6 +167,7 @@ def keep_quiet() -> None:
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     warnings.filterwarnings("ignore", "torch.triangular_solve is deprecated")
     warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)` is deprecated")
+    warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # where sys.argv has other options
     warnings.filterwarnings("ignore", "The '.*' does not have many workers")
     warnings.filterwarnings("ignore", "Precision .* is not supported by the model summary")
     warnings.filterwarnings("ignore", "The number of training batches .* is smaller than the logging interval")

@@ -1,13 +1,11 @@
-"""What the figures of the guide share: how much is measured, colours, and tables."""
+"""What the figures of the guide share: how much is measured, the search, and ticks."""
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from matplotlib.axes import Axes
@@ -16,23 +14,7 @@ from torch import Tensor
 from flowattn.contractions import Contraction
 from flowattn.lipschitz import search_lipschitz
 
-Row = dict[str, str | int | float]
-
 HEAD = 4  # width of a head
-
-# Okabe and Ito's colours, which the colour-blind tell apart, each with a marker of its own.
-BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
-COLORS, MARKERS = (BLUE, ORANGE, GREEN, RED, PURPLE), "os^vD"
-STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "legend.fontsize": 8,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "lines.linewidth": 1.5,
-    "lines.markersize": 4.5,
-}
 
 
 @dataclass(frozen=True)
@@ -77,10 +59,6 @@ def heads(features: int) -> int:
     return max(1, features // HEAD)
 
 
-def column(rows: Sequence[Row], name: str) -> list[float]:
-    return [float(row[name]) for row in rows]
-
-
 def plain_ticks(ax: Axes, axis: Literal["x", "y"], values: Sequence[float]) -> None:
     """Plain numbers in place of powers of ten: powers of two if there are many values, or 1, 2, 5, 10, ..."""
     low, high = min(values), max(values)
@@ -100,12 +78,3 @@ def search(
     options = {"num_restarts": size.restarts, "num_steps": size.steps, "start": start, "dtype": torch.float64}
     result = search_lipschitz(f, shape, norm, **options)  # type: ignore[arg-type]
     return result.constant, result.x
-
-
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})

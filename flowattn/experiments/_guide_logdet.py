@@ -14,20 +14,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from flowattn.contractions import Contraction, L2SelfAttention
-from flowattn.experiments._guide_common import (
-    BLUE,
-    COLORS,
-    GREEN,
-    MARKERS,
-    ORANGE,
-    RED,
-    SKY,
-    Row,
-    Size,
-    column,
-    heads,
-    plain_ticks,
-)
+from flowattn.experiments._guide_common import Size, heads, plain_ticks
+from flowattn.experiments._lab import BLUE, COLORS, GREEN, MARKERS, ORANGE, RED, SKY, Row, column
 from flowattn.logdet import AutoLogDet, ExactLogDet, LogDet, PowerSeries, RussianRoulette
 
 

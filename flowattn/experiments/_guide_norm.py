@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from flowattn.contractions import L2SelfAttention
-from flowattn.experiments._guide_common import BLUE, GREEN, RED, Row, Size, heads, plain_ticks, search
+from flowattn.experiments._guide_common import Size, heads, plain_ticks, search
+from flowattn.experiments._lab import BLUE, GREEN, RED, Row
 from flowattn.lipschitz import published_infinity_bound, published_two_norm_bound
 
 

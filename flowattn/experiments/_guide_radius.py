@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flowattn.attention import attention_weights
 from flowattn.contractions import L2SelfAttention
-from flowattn.experiments._guide_common import COLORS, HEAD, MARKERS, Row, Size, column, plain_ticks, search
+from flowattn.experiments._guide_common import HEAD, Size, plain_ticks, search
+from flowattn.experiments._lab import COLORS, MARKERS, Row, column
 
 
 def measure_radius(size: Size) -> Iterator[Row]:

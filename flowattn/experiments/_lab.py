@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib
+import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -89,8 +90,7 @@ class Lab:
 
     def save(self, plot: Callable[[], Figure], part: str = "") -> None:
         """Draws a figure in our style and writes it."""
-        with matplotlib.rc_context(STYLE):
-            plot().savefig(self._folder("figures") / f"{self.name}{part}.png", dpi=160)
+        save_figure(self._folder("figures") / f"{self.name}{part}.png", plot)
 
     def show(self, title: str, rows: Sequence[Row]) -> None:
         """Prints rows as a table."""
@@ -123,6 +123,15 @@ class Lab:
             lines = [json.dumps(mark) + "\n"]
         partial.write_text("".join(lines))
         return dict(json.loads(line) for line in lines[1:])
+
+
+def save_figure(path: Path, plot: Callable[[], Figure]) -> None:
+    """Draws a figure in our style and writes it, into a folder that is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(STYLE):
+        figure = plot()
+        figure.savefig(path, dpi=160)
+    plt.close(figure)
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

@@ -6,7 +6,6 @@ The score of an utterance is its negative log-density per token, so that long ut
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,9 +79,7 @@ def fit(quick: bool, checkpoint: Path | None, folder: Path) -> tuple[Any, Any]:
     arguments = ["--config", str(CONFIGS / f"{CONFIG}.yaml"), f"--trainer.default_root_dir={folder}"]
     if quick:
         arguments += ["--trainer.max_steps=20"]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # sys.argv has our own options
-        cli = SequenceCLI(arguments, run=False)
+    cli = SequenceCLI(arguments, run=False)
     model, data = cli.model, cli.datamodule
     trainer: Any = cli.trainer
     if checkpoint is None:

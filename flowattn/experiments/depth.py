@@ -13,12 +13,11 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from flowattn.experiments._lab import COLORS, MARKERS, STYLE, Row, write_csv
+from flowattn.experiments._lab import COLORS, MARKERS, Row, save_figure, write_csv
 from flowattn.experiments._language import add_options, make_quick, make_run, run_all
 from flowattn.experiments.ladder import Results, show
 from flowattn.models import RUNGS
@@ -97,10 +96,5 @@ def main(arguments: Sequence[str] = ()) -> None:
     ]
     rows = summary(run_all(runs, options, "depth"))
     write_csv(options.out / "results" / "depth.csv", rows)
-    figures: Path = options.out / "figures"
-    figures.mkdir(parents=True, exist_ok=True)
-    with plt.rc_context(STYLE):
-        figure = plot(rows)
-        figure.savefig(figures / "depth.png", dpi=160)
-        plt.close(figure)
+    save_figure(options.out / "figures" / "depth.png", lambda: plot(rows))
     show(f"depth on {runs[0].text}: validation nats per character", rows)

@@ -11,15 +11,15 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import matplotlib
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flowattn.experiments._guide_common import QUICK, STYLE, Row, Size, write_csv
+from flowattn.experiments._guide_common import QUICK, Size
 from flowattn.experiments._guide_logdet import crossover, measure_logdet_errors, measure_logdet_times, plot_logdet
 from flowattn.experiments._guide_norm import measure_norm, plot_norm
 from flowattn.experiments._guide_radius import measure_radius, plot_radius
+from flowattn.experiments._lab import Row, save_figure, write_csv
 
 MEASUREMENTS: dict[str, Callable[[Size], Iterator[Row]]] = {
     "logdet_errors": measure_logdet_errors,
@@ -51,10 +51,9 @@ def main(arguments: Sequence[str] = ()) -> None:
                 progress.update(task, advance=1)
             progress.update(task, total=len(rows[name]))
             write_csv(results / f"guide_{name}.csv", rows[name])
-    with matplotlib.rc_context(STYLE):
-        plot_logdet(rows["logdet_errors"], rows["logdet_times"]).savefig(figures / "guide_logdet.png", dpi=160)
-        plot_norm(rows["norm"]).savefig(figures / "guide_norm.png", dpi=160)
-        plot_radius(rows["radius"]).savefig(figures / "guide_radius.png", dpi=160)
+    save_figure(figures / "guide_logdet.png", lambda: plot_logdet(rows["logdet_errors"], rows["logdet_times"]))
+    save_figure(figures / "guide_norm.png", lambda: plot_norm(rows["norm"]))
+    save_figure(figures / "guide_radius.png", lambda: plot_radius(rows["radius"]))
     console = Console()
     for features in size.widths:
         limit = crossover(rows["logdet_times"], features)

@@ -13,14 +13,13 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from flowattn.experiments._lab import COLORS, MARKERS, STYLE, Row, write_csv
+from flowattn.experiments._lab import COLORS, MARKERS, Row, save_figure, write_csv
 from flowattn.experiments._language import Outcome, Run, add_options, make_quick, make_run, run_all
 from flowattn.models import RUNGS
 
@@ -116,10 +115,5 @@ def main(arguments: Sequence[str] = ()) -> None:
     results = run_all(runs, options, "ladder")
     rows = summary(results)
     write_csv(options.out / "results" / "ladder.csv", rows)
-    figures: Path = options.out / "figures"
-    figures.mkdir(parents=True, exist_ok=True)
-    with plt.rc_context(STYLE):
-        figure = plot(results)
-        figure.savefig(figures / "ladder.png", dpi=160)
-        plt.close(figure)
+    save_figure(options.out / "figures" / "ladder.png", lambda: plot(results))
     show(f"the ladder on {runs[0].text}: validation nats per character", rows)

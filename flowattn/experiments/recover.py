@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Sequence
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from flowattn.checks import check_positive
 from flowattn.data.corpus import CharCorpus
-from flowattn.experiments._lab import BLUE, ORANGE, STYLE, Row, write_csv
+from flowattn.experiments._lab import BLUE, ORANGE, Row, save_figure, write_csv
 from flowattn.experiments._language import add_options, make_quick, make_run, train_model
 from flowattn.experiments.ladder import show
 from flowattn.models import CharTransformer
@@ -105,10 +104,7 @@ def main(arguments: Sequence[str] = ()) -> None:
             outcome, model = train_model(run, options.data, options.cache, lambda task=task: progress.advance(task))
             rows.append({"layers": layers, "val_nll": outcome.val_nll, **recover(model.eval(), texts)})
     write_csv(results / "recover.csv", rows)
-    with plt.rc_context(STYLE):
-        figure = plot(model, corpus, texts[0, : min(SHOWN, texts.shape[1])])
-        figure.savefig(figures / Path("recover.png"), dpi=160)
-        plt.close(figure)
+    save_figure(figures / "recover.png", lambda: plot(model, corpus, texts[0, : min(SHOWN, texts.shape[1])]))
     show("characters recovered from hidden tokens", rows)
 
 

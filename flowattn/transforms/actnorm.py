@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
-from nflows.transforms.base import Transform
 from torch import Tensor, nn
 
 from flowattn.checks import can_look, check_finite, check_positive, check_tokens
 from flowattn.context import keep_padding, split_context, sum_over_tokens, zero_padding
 from flowattn.contractions.base import full_precision
+from flowattn.transforms.base import TwoWayTransform
 
 
-class TokenActNorm(Transform):
+class TokenActNorm(TwoWayTransform):
     r"""Scales and shifts each feature of every token.
 
     .. math:: y_i = e^a \odot x_i + b, \qquad \log|\det J| = N \sum_k a_k
@@ -44,16 +43,6 @@ class TokenActNorm(Transform):
         self.log_scale = nn.Parameter(torch.zeros(features))
         self.shift = nn.Parameter(torch.zeros(features))
         self.register_buffer("initialized", torch.tensor(False))
-
-    def forward(
-        self, inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]:
-        return self._map(inputs, context, inverse=False)
-
-    def inverse(
-        self, inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]:
-        return self._map(inputs, context, inverse=True)
 
     @full_precision
     def _map(self, inputs: Tensor, context: Tensor | None, *, inverse: bool) -> tuple[Tensor, Tensor]:

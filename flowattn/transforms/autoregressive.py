@@ -6,19 +6,18 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
-from nflows.transforms.base import Transform
 from torch import Tensor, nn
 
 from flowattn.checks import check_choice, check_context, check_finite, check_positive, check_tokens
 from flowattn.context import keep_padding, per_token, split_context, sum_over_tokens, zero_padding
 from flowattn.contractions import DotProductSelfAttention, L2SelfAttention
 from flowattn.contractions.base import full_precision
+from flowattn.transforms.base import TwoWayTransform
 
 MAX_MIXING = 2.0  # of an entry of L; without a limit, some weights would leave float32 no digits for the inverse
 
 
-class AutoregressiveAttention(Transform):
+class AutoregressiveAttention(TwoWayTransform):
     r"""Maps every token by the affine function that attention over the tokens before it says.
 
     .. math:: y_t = L_t \bigl(e^{s_t} \odot x_t\bigr) + m_t, \qquad
@@ -102,16 +101,6 @@ class AutoregressiveAttention(Transform):
         self.out = nn.Linear(hidden + width, 2 * features + self.num_mixing)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
-
-    def forward(
-        self, inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]:
-        return self._map(inputs, context, inverse=False)
-
-    def inverse(
-        self, inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]:
-        return self._map(inputs, context, inverse=True)
 
     # In bfloat16 the two directions would not see the same tokens.
     @full_precision

@@ -8,18 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
-from jaxtyping import Float
-from nflows.transforms.base import Transform
 from torch import Tensor, nn
 
 from flowattn.checks import check_choice, check_context, check_finite, check_positive, check_tokens
 from flowattn.context import keep_padding, per_token, split_context, sum_over_tokens, zero_padding
 from flowattn.contractions import DotProductSelfAttention, L2SelfAttention
 from flowattn.contractions.base import full_precision
+from flowattn.transforms.base import TwoWayTransform
 from flowattn.transforms.monotone import affine, spline
 
 
-class _Coupling(Transform):
+class _Coupling(TwoWayTransform):
     """What couplings share: they read the context, leave padding as it is, and start as the identity.
 
     Features are passed on if `context_features` says how many; otherwise they are meant for other transforms.
@@ -36,16 +35,6 @@ class _Coupling(Transform):
         self.features = features
         self.context_features = context_features
         self.max_log_scale = max_log_scale
-
-    def forward(
-        self, inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]:
-        return self._map(inputs, context, inverse=False)
-
-    def inverse(
-        self, inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]:
-        return self._map(inputs, context, inverse=True)
 
     # In bfloat16 the two directions would not see the same halves, and the inverse would be off in the third digit.
     @full_precision

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 from jaxtyping import Float
-from nflows.transforms.base import Transform
 from torch import Tensor
 
 from flowattn.checks import check_finite, check_positive, check_tokens
 from flowattn.context import keep_padding, split_context, sum_over_tokens, zero_padding
 from flowattn.contractions.base import full_precision
+from flowattn.transforms.base import TwoWayTransform
 
 
-class Standardize(Transform):
+class Standardize(TwoWayTransform):
     r"""Subtracts a fixed mean from the features of every token, and divides by a fixed scale.
 
     .. math:: y_i = (x_i - \mu) / \sigma, \qquad \log|\det J| = -N \sum_k \log \sigma_k
@@ -52,16 +52,6 @@ class Standardize(Transform):
             raise ValueError(f"scale must be positive; got {scale[feature].item()} for feature {feature}.")
         self.mean.copy_(mean)
         self.scale.copy_(scale)
-
-    def forward(
-        self, inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]:
-        return self._map(inputs, context, inverse=False)
-
-    def inverse(
-        self, inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]:
-        return self._map(inputs, context, inverse=True)
 
     @full_precision
     def _map(self, inputs: Tensor, context: Tensor | None, *, inverse: bool) -> tuple[Tensor, Tensor]:
