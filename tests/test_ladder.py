@@ -16,6 +16,11 @@ def text(tmp_path):
     return path
 
 
+def trained_in_no_time(run, *_):
+    outcome = _language.Outcome(10, 4, 1.0, 2.0, [{"step": 3, "train_nll": 2.0, "val_nll": 2.0}])
+    return outcome, _language._model(run, 50)
+
+
 def read(path):
     with path.open() as file:
         return list(csv.DictReader(file))
@@ -43,7 +48,7 @@ def test_runs_that_ended_are_not_trained_again(text, tmp_path, monkeypatch, caps
 
     def train(run, *_):
         trained.append((run.rung, run.seed))
-        return _language.Outcome(10, 4, 1.0, 2.0, [{"step": 3, "train_nll": 2.0, "val_nll": 2.0}])
+        return trained_in_no_time(run)
 
     monkeypatch.setattr(_language, "train", train)
     ladder.main([*arguments, "--rungs", "l2_tied"])
@@ -51,15 +56,17 @@ def test_runs_that_ended_are_not_trained_again(text, tmp_path, monkeypatch, caps
     assert trained == [("l2_tied", 0), ("dot_product", 0)]
     kept = tmp_path / "results" / "ladder_runs.jsonl"
     kept.write_text(kept.read_text()[:-40])  # as if the machine had stopped in the middle of a line
+    (tmp_path / "weights" / "dot_product_2layers_rate0.002_seed0.pt").unlink()
     ladder.main([*arguments, "--rungs", "l2_tied", "dot_product"])
     assert trained == [("l2_tied", 0), ("dot_product", 0), ("dot_product", 0)]
     ladder.main([*arguments, "--rungs", "l2_tied", "--rates", "0.5"])
     assert trained[-1] == ("l2_tied", 0) and len(trained) == 4
+    ladder.main([*arguments, "--rungs", "l2_tied", "--rates", "0.5", "--model", '{"hidden": 3}'])  # of the same name
+    assert len(trained) == 5
 
 
 def test_all_rungs_are_run_unless_some_are_named(text, tmp_path, monkeypatch, capsys):
-    outcome = _language.Outcome(10, 4, 1.0, 2.0, [{"step": 3, "train_nll": 2.0, "val_nll": 2.0}])
-    monkeypatch.setattr(_language, "train", lambda *_: outcome)
+    monkeypatch.setattr(_language, "train", trained_in_no_time)
     ladder.main(["--quick", "--layer_norm", "--layers", "1", "2", "--out", str(tmp_path)])
     rows = read(tmp_path / "results" / "ladder.csv")
     assert [row["rung"] for row in rows] == 2 * list(RUNGS)
@@ -85,8 +92,10 @@ def test_a_run_that_diverges_is_counted_and_the_others_go_on(text, tmp_path, cap
     assert all(row["diverged"] == "0" for row in rows if row["rate"] == "0.001")
 
 
-def test_characters_are_recovered_without_an_error(text, tmp_path, capsys):
+def test_characters_are_recovered_without_an_error(text, tmp_path, monkeypatch, capsys):
     arguments = ["--quick", "--data", str(text), "--cache", str(tmp_path), "--out", str(tmp_path)]
+    ladder.main([*arguments, "--rungs", "invertible"])
+    monkeypatch.delattr(_language, "train")  # the model of the ladder is there
     recover.main([*arguments, "--characters", "100"])
     (row,) = read(tmp_path / "results" / "recover.csv")
     assert (row["characters"], row["wrong_single"], row["wrong_double"]) == ("112", "0", "0")

@@ -108,7 +108,7 @@ def make_run(options: argparse.Namespace, **own: Any) -> Run:
 def run_all(runs: Sequence[Run], options: argparse.Namespace, name: str) -> list[tuple[Run, Outcome]]:
     """Trains what was not trained before. Each run that ends is kept in results/NAME_runs.jsonl, with its own CSV.
 
-    A run is known by its fields alone: remove the file after a change of the code.
+    Its model is kept in weights/. A run is known by its fields alone: remove both after a change of the code.
     """
     folder = options.out / "results"
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def run_all(runs: Sequence[Run], options: argparse.Namespace, name: str) -> list
         task = progress.add_task(name, total=sum(run.steps for run in missing))
         for run in missing:
             progress.update(task, description=f"{name}: {run.name}")
-            outcome = train(run, options.data, options.cache, lambda: progress.advance(task))
+            outcome, _ = train_kept(run, options, lambda: progress.advance(task))
             done[run] = outcome
             with kept.open("a") as file:
                 print(json.dumps([asdict(run), asdict(outcome)]), file=file)
@@ -128,32 +128,35 @@ def run_all(runs: Sequence[Run], options: argparse.Namespace, name: str) -> list
     return [(run, done[run]) for run in runs]
 
 
-def train(run: Run, data: Path | None, cache: Path | None, advance: Any = lambda: None) -> Outcome:
-    """One training from its start, and validation on the whole split at its end."""
-    return train_model(run, data, cache, advance)[0]
+def train_kept(run: Run, options: argparse.Namespace, advance: Any = lambda: None) -> tuple[Outcome, CharTransformer]:
+    """What `train` gives, from the file in weights/ if the same run was trained before."""
+    path = options.out / "weights" / f"{run.name}.pt"
+    if path.exists():
+        kept = torch.load(path, weights_only=True)
+        if kept["run"] == asdict(run):
+            model = _model(run, kept["num_symbols"])
+            model.load_state_dict(kept["model"])
+            return Outcome(**kept["outcome"]), model
+    outcome, model = train(run, options.data, options.cache, advance)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = {"run": asdict(run), "outcome": asdict(outcome), "num_symbols": model.num_symbols}
+    partial = path.with_suffix(".partial")  # a file that was cut is none
+    torch.save(whole | {"model": model.state_dict()}, partial)
+    partial.replace(path)
+    return outcome, model
 
 
-def train_model(
+def train(
     run: Run, data: Path | None, cache: Path | None, advance: Any = lambda: None
 ) -> tuple[Outcome, CharTransformer]:
-    """The same, with the model."""
+    """One training from its start, and validation on the whole split at its end."""
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
     corpus = CharCorpus(
         data, max_tokens=run.tokens, batch_size=run.batch, eval_batch_size=4 * run.batch, seed=run.seed, cache=cache
     )
     torch.manual_seed(run.seed)
-    model = CharTransformer(
-        len(corpus.alphabet),
-        run.features,
-        run.heads,
-        run.layers,
-        run.tokens,
-        rung=run.rung,  # type: ignore[arg-type]
-        position=run.position,  # type: ignore[arg-type]
-        layer_norm=run.layer_norm,
-        **json.loads(run.model),
-    )
+    model = _model(run, len(corpus.alphabet))
     final = 1.0 if run.schedule == "fixed" else 0.01
     schedule = functools.partial(WarmupCosine, warmup_steps=run.warmup, total_steps=run.steps, final=final)
     module = LanguageModule(model, functools.partial(torch.optim.Adam, lr=run.rate), schedule)
@@ -183,6 +186,20 @@ def train_model(
         val_nll = float("nan")
     step_ms = 1e3 * statistics.median(curve.seconds) if curve.seconds else float("nan")
     return Outcome(model.num_parameters, model.hidden_width, step_ms, val_nll, curve.rows), model
+
+
+def _model(run: Run, num_symbols: int) -> CharTransformer:
+    return CharTransformer(
+        num_symbols,
+        run.features,
+        run.heads,
+        run.layers,
+        run.tokens,
+        rung=run.rung,  # type: ignore[arg-type]
+        position=run.position,  # type: ignore[arg-type]
+        layer_norm=run.layer_norm,
+        **json.loads(run.model),
+    )
 
 
 class _Curve(Callback):

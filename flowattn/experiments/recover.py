@@ -2,7 +2,8 @@
 
     python -m flowattn.experiments recover --data PATH [--layers 2] [--characters 10000]
 
-writes DIR/results/recover.csv and DIR/figures/recover.png.
+writes DIR/results/recover.csv and DIR/figures/recover.png. A model that `ladder` left in DIR/weights is not trained
+again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from flowattn.checks import check_positive
 from flowattn.data.corpus import CharCorpus
 from flowattn.experiments._lab import BLUE, ORANGE, Row, save_figure, write_csv
-from flowattn.experiments._language import add_options, make_quick, make_run, train_model
+from flowattn.experiments._language import add_options, make_quick, make_run, train_kept
 from flowattn.experiments.ladder import show
 from flowattn.models import CharTransformer
 
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] = ()) -> None:
                 position=None,
             )
             task = progress.add_task(f"recover: {run.name}", total=run.steps)
-            outcome, model = train_model(run, options.data, options.cache, lambda task=task: progress.advance(task))
+            outcome, model = train_kept(run, options, lambda task=task: progress.advance(task))
             rows.append({"layers": layers, "val_nll": outcome.val_nll, **recover(model.eval(), texts)})
     write_csv(results / "recover.csv", rows)
     save_figure(figures / "recover.png", lambda: plot(model, corpus, texts[0, : min(SHOWN, texts.shape[1])]))
