@@ -72,7 +72,7 @@ def _solve_adjoint(
     relative = 1e-12 if g.dtype == torch.float64 else 1e-6
     step = AndersonStep(solver.history) if solver.history else PlainStep()
     tolerance = relative * dual_norm(g) / (1 - lipschitz)
-    u, error, _ = iterate(evaluate, g, g, step, dual_norm, lipschitz, tolerance, solver.max_steps)
+    (u, error, _), _ = iterate(evaluate, g, g, step, dual_norm, lipschitz, tolerance, solver.max_steps)
     # Rounding may end the iteration above so small a tolerance; what must not pass is an iteration that ran away.
     if not (error <= 1e3 * relative * dual_norm(u).maximum(dual_norm(g)) / (1 - lipschitz)).all():
         raise InverseNotConverged(

@@ -29,6 +29,10 @@ class Solution(NamedTuple):
     num_evaluations: Tensor
 
 
+#: The best points, and the plain steps from there: those are better still, but nobody has looked.
+Iterated = tuple[Solution, Tensor]
+
+
 def iterate(
     evaluate: Evaluate,
     y: Tensor,
@@ -38,44 +42,55 @@ def iterate(
     lipschitz: float,
     tolerance: Tensor | float,
     max_steps: int,
-) -> Solution:
+) -> Iterated:
     """Solves x + f(x) = y until every sample is certified, comes to a halt, or has had `max_steps` evaluations.
 
     Each sample keeps its best point. After a step that failed to improve it, the plain step from there is tried, which
     for a contraction can fail only by rounding: then the sample has come to a halt. What rounding may hide of a
     residual is added to it, and is in proportion to x and y.
     """
-    size = len(y)
-    eps = 8 * torch.finfo(y.dtype).eps
-    length = norm(y)
-    tolerance = torch.as_tensor(tolerance, dtype=y.dtype, device=y.device).expand(size)
-    best, best_plain = start.clone(), start.clone()
-    best_residual, rounding = y.new_full((size,), math.inf), y.new_zeros(size)
-    count = torch.zeros(size, dtype=torch.long, device=y.device)
+    size, eps = len(y), torch.finfo(y.dtype).eps
+    solution = Solution(start.clone(), y.new_full((size,), math.inf), torch.zeros(size, dtype=torch.long).to(y.device))
+    following = start.clone()
+    # All of what follows is about the samples that are still active.
     active = torch.arange(size, device=y.device)
-    x, was_plain = start, torch.zeros(size, dtype=torch.bool, device=y.device)
-    for _ in range(max_steps):
+    tolerance = torch.as_tensor(tolerance, dtype=y.dtype, device=y.device).expand(size)
+    x = best = best_plain = start
+    length, best_residual = norm(y), y.new_full((size,), math.inf)
+    was_plain = torch.zeros(size, dtype=torch.bool, device=y.device)
+    for count in range(1, max_steps + 1):
         value, blocks = evaluate(x, active)
-        plain = y[active] - value
+        plain = y - value
         residual = norm(plain - x)
-        count[active] += 1
-        better = residual < best_residual[active]
-        improved = active[better]
-        best[improved], best_plain[improved], best_residual[improved] = x[better], plain[better], residual[better]
-        rounding[improved] = eps * (length[improved] + norm(x[better]))
-        certified = (best_residual[active] + rounding[active]) / (1 - lipschitz) <= tolerance[active]
-        halted = (was_plain & ~better) | (best_residual[active] <= rounding[active])
-        going = ~certified & ~halted
-        if not going.any():
-            break
-        proposed = step.propose(x, plain, blocks)
-        proposed = torch.where(proposed.isfinite().all(-1).all(-1)[:, None, None], proposed, plain)
-        x = torch.where(better[:, None, None], proposed, best_plain[active])
-        was_plain = ~better
-        if not going.all():
+        better = residual < best_residual
+        best_residual = torch.where(better, residual, best_residual)
+        best, best_plain = _choose(better, x, best), _choose(better, plain, best_plain)
+        rounding = eps * (length + norm(best))
+        error = (best_residual + 8 * rounding) / (1 - lipschitz)
+        going = ~(error <= tolerance) & ~((was_plain & ~better) | (best_residual <= rounding))
+        if count == max_steps or not going.all():
+            stay = ~going if count < max_steps else torch.ones_like(going)
+            done = active[stay]
+            for whole, part in zip((*solution[:2], following), (best, error, best_plain), strict=True):
+                whole[done] = part[stay]
+            solution.num_evaluations[done] = count
+            if stay.all():
+                break
             step.keep(going)
-            active, x, was_plain = active[going], x[going], was_plain[going]
-    return Solution(best, (best_residual + rounding) / (1 - lipschitz), count)
+            active, y, x, plain, best, best_plain, length, best_residual, better, tolerance = (
+                t[going]
+                for t in (active, y, x, plain, best, best_plain, length, best_residual, better, tolerance)
+            )
+            blocks = None if blocks is None else blocks[going]
+        proposed = step.propose(x, plain, blocks)
+        x = _choose(better & proposed.sum((1, 2)).isfinite(), proposed, best_plain)
+        was_plain = ~better
+    return solution, following
+
+
+def _choose(first: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """The one where `first` is true, the other where not; mostly all samples are alike."""
+    return one if first.all() else torch.where(first[:, None, None], one, other)
 
 
 def lipschitz_of(f: Contraction, num_tokens: int) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flowattn.checks import check_positive, without_autocast
 from flowattn.contractions import Contraction
-from flowattn.inverse.iteration import InverseNotConverged, Solution, iterate, lipschitz_of
+from flowattn.inverse.iteration import InverseNotConverged, Iterated, Solution, iterate, lipschitz_of
 from flowattn.inverse.steps import AndersonStep, NewtonStep, PlainStep, Step
 from flowattn.lipschitz.norms import sequence_norm
 
@@ -78,23 +78,25 @@ class Solver:
         lipschitz: float,
         tolerance: float,
     ) -> Solution:
-        single = torch.promote_types(y.dtype, torch.float32)
         scale = f.scale(y.shape[1], mask)
-        x, todo = y.to(single, copy=True), torch.arange(len(y), device=y.device)
-        error, count = x.new_full((len(y),), math.inf), torch.zeros_like(todo)
-        # Through the factor 1 / (1 - L) single precision does not see its own error.
-        for dtype in (single,) if y.device.type == "mps" else dict.fromkeys((single, torch.float64)):
-            todo = todo[~(error[todo] <= tolerance)]
-            if not len(todo):
-                break
-            own_scale = (scale if scale.ndim == 1 else scale[todo]).to(dtype)
-            few, features = _pick(mask, todo), _pick(context, todo)
+
+        def solve_some(samples: Tensor, start: Tensor, dtype: torch.dtype) -> Iterated:
+            own_scale = (scale if scale.ndim == 1 else scale[samples]).to(dtype)
+            few, features = _pick(mask, samples), _pick(context, samples)
             features = features if features is None else features.to(dtype)
-            start, goal = x[todo].to(dtype), y[todo].to(dtype)
-            given = (f, goal, start, few, features, own_scale, lipschitz, tolerance)
-            part = self._iterate(*given) if dtype == y.dtype else _in_precision(f, dtype, self._iterate, *given)
-            x[todo], error[todo], count[todo] = part[0].to(x), part[1].to(error), count[todo] + part[2]
-        return Solution(x, error, count)
+            given = (f, y[samples].to(dtype), start.to(dtype), few, features, own_scale, lipschitz, tolerance)
+            return self._iterate(*given) if dtype == y.dtype else _in_precision(f, dtype, self._iterate, *given)
+
+        everyone = torch.arange(len(y), device=y.device)
+        single = torch.promote_types(y.dtype, torch.float32)
+        solution, following = solve_some(everyone, y, single)
+        late = everyone[~(solution.certified_error <= tolerance)]
+        if len(late) and single != torch.float64 and y.device.type != "mps":
+            # Through the factor 1 / (1 - L) single precision does not see its own error.
+            finer, _ = solve_some(late, following[late], torch.float64)
+            solution.x[late], solution.certified_error[late] = finer.x.to(single), finer.certified_error.to(single)
+            solution.num_evaluations[late] += finer.num_evaluations
+        return solution
 
     def _iterate(
         self,
@@ -106,7 +108,7 @@ class Solver:
         scale: Tensor,
         lipschitz: float,
         tolerance: float,
-    ) -> Solution:
+    ) -> Iterated:
         step: Step = PlainStep()
         if self.history > 0:
             step = NewtonStep() if f.structure == "tokenwise" else AndersonStep(self.history)
@@ -155,16 +157,16 @@ def _pick(t: Tensor | None, samples: Tensor) -> Tensor | None:
 class _Holding(nn.Module):
     """A function that uses f, as a module that has the parameters of f."""
 
-    def __init__(self, f: Contraction, function: Callable[..., Solution]) -> None:
+    def __init__(self, f: Contraction, function: Callable[..., Iterated]) -> None:
         super().__init__()
         self.f = f
         self.function = function
 
-    def forward(self, *args: Any) -> Solution:
+    def forward(self, *args: Any) -> Iterated:
         return self.function(*args)
 
 
-def _in_precision(f: Contraction, dtype: torch.dtype, function: Callable[..., Solution], *args: Any) -> Solution:
+def _in_precision(f: Contraction, dtype: torch.dtype, function: Callable[..., Iterated], *args: Any) -> Iterated:
     """Calls the function with the parameters and buffers of f in another precision, be they leaves or computed."""
     named = itertools.chain(f.named_parameters("f"), f.named_buffers("f"))
     cast = {name: tensor.to(dtype) for name, tensor in named if tensor.is_floating_point()}

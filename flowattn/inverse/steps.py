@@ -95,6 +95,7 @@ class AndersonStep(Step):
         self.num_past += 1
 
     def keep(self, going: Tensor) -> None:
-        self.last = [t[going] for t in self.last]
-        self.past = [t[going] for t in self.past]
-        self.gram = self.gram[going]
+        if self.last:
+            self.last = [t[going] for t in self.last]
+            self.past = [t[going] for t in self.past]
+            self.gram = self.gram[going]
