@@ -35,6 +35,7 @@ __all__ = [
     "jacobian_blocks",
     "l2_attention",
     "l2_attention_jvp",
+    "l2_attention_last",
     "l2_attention_linearize",
 ]
 
@@ -54,26 +55,28 @@ def into_ball(
 
 
 def into_ball_jacobian(
-    z: Float[Tensor, "*batch tokens width"], radius: Float[Tensor, "*#batch #tokens #width"] | float
+    y: Float[Tensor, "*batch tokens width"], radius: Float[Tensor, "*#batch #tokens #width"] | float
 ) -> Float[Tensor, "*batch tokens width width"]:
-    r"""The Jacobian of `into_ball`, written in its output z.
+    r"""The Jacobian of `into_ball` at y.
 
-    .. math:: G = \sqrt{1 - \|z\|^2 / R^2}\, (I - z z^T / R^2)
+    .. math:: G = g\, (I - z z^T / R^2), \qquad g = 1 / \sqrt{1 + \|y\|^2 / R^2} = \sqrt{1 - \|z\|^2 / R^2}
+
+    The factor g comes from y: far outside the ball z is on its surface, by rounding.
     """
-    unit = z / radius
-    identity = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
-    shrink = (1 - unit.square().sum(-1)).clamp_min(0).sqrt()
-    return shrink[..., None, None] * (identity - unit.unsqueeze(-1) * unit.unsqueeze(-2))
+    shrink = torch.rsqrt(1 + (y / radius).square().sum(-1, keepdim=True))
+    unit = y / radius * shrink
+    identity = torch.eye(y.shape[-1], dtype=y.dtype, device=y.device)
+    return shrink.unsqueeze(-1) * (identity - unit.unsqueeze(-1) * unit.unsqueeze(-2))
 
 
 def into_ball_jvp(
-    z: Float[Tensor, "*batch tokens width"],
+    y: Float[Tensor, "*batch tokens width"],
     dy: Float[Tensor, "*batch tokens width"],
     radius: Float[Tensor, "*#batch #tokens #width"] | float,
 ) -> Float[Tensor, "*batch tokens width"]:
-    """The derivative of `into_ball` along dy, written in its output z."""
-    unit = z / radius
-    shrink = (1 - unit.square().sum(-1, keepdim=True)).clamp_min(0).sqrt()
+    """The derivative of `into_ball` at y along dy."""
+    shrink = torch.rsqrt(1 + (y / radius).square().sum(-1, keepdim=True))
+    unit = y / radius * shrink
     return shrink * (dy - unit * (unit * dy).sum(-1, keepdim=True))
 
 
@@ -104,8 +107,8 @@ def l2_attention(
 
     .. math:: m_i = \sum_j P_{ij} z_j
 
-    Differentiable any number of times: the first backward pass is the fused kernel's own, later ones and
-    forward mode go through the closed forms below.
+    The first backward pass is the fused kernel's own; later ones and forward mode go through closed forms. (Forward
+    mode over forward mode is the one combination that torch's functions with rules of their own do not have.)
 
     Cost: O(N^2 d) time, O(N d) memory as long as the bias has one row.
 
@@ -129,6 +132,24 @@ def l2_attention(
     squares = torch.linalg.vector_norm(near, dim=-1).square().unsqueeze(-2)  # in one pass
     key_term = squares * (-1 / s) if bias is None else torch.add(bias, squares, alpha=-1 / s)
     return dot_product_attention(near, near, z, key_term, scale=2 / s)
+
+
+def l2_attention_last(
+    z: Float[Tensor, "*batch tokens width"],
+    count: int,
+    bias: Float[Tensor, "*_ #tokens tokens"] | None = None,
+) -> Float[Tensor, "*batch count width"]:
+    """The last rows of `l2_attention` with a causal mask, for tokens that are added to others one by one.
+
+    Cost: O(N d) time and memory for each of them.
+
+    Example:
+        >>> l2_attention_last(torch.tensor([[0.0], [2.0], [2.0]]), 2)[-1] > 1.9
+        tensor([True])
+    """
+    queries, keys = _queries_and_keys(_centred(z, causal=True)[0])
+    bias = bias if bias is None or bias.shape[-2] == 1 else bias[..., -count:, :]
+    return softmax_weights(queries[..., -count:, :], keys, bias, causal=True) @ z
 
 
 def l2_attention_linearize(

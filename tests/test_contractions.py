@@ -7,9 +7,17 @@ import random
 import pytest
 import torch
 from adversary import worst_stretch
+from torch import nn
 
 import flowattn.contractions.attention as attention_module
-from flowattn.contractions import Compose, DotProductSelfAttention, FeedForward, L2SelfAttention, TokenLinear
+from flowattn.contractions import (
+    Compose,
+    Declared,
+    DotProductSelfAttention,
+    FeedForward,
+    L2SelfAttention,
+    TokenLinear,
+)
 from flowattn.contractions.activations import ACTIVATIONS
 from flowattn.lipschitz import sequence_norm
 from flowattn.lipschitz.search import search_lipschitz
@@ -835,3 +843,13 @@ def test_a_chain_is_as_long_as_its_shortest_part():
 def test_whole_numbers_of_numpy_are_whole_numbers():
     numpy = pytest.importorskip("numpy")
     assert L2SelfAttention(numpy.int64(4), numpy.int64(2))(X).shape == X.shape
+
+
+def test_a_map_without_parameters_goes_where_it_is_sent():
+    class Half(nn.Module):
+        def forward(self, x):
+            return x / 2
+
+    f = Declared(Half(), features=3, bound=0.5)
+    assert f.to("meta")._like().device.type == "meta"
+    assert not f.state_dict()

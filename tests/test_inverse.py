@@ -607,3 +607,18 @@ def test_parameters_that_are_computed_are_no_obstacle(dtype):
     torch.testing.assert_close(x, invert(f, y), rtol=0, atol=1e-5)
     (gradient,) = torch.autograd.grad(x.sum(), scale)
     assert gradient != 0
+
+
+def test_the_inverse_of_no_samples_is_none():
+    evaluations = 0
+    f = L2SelfAttention(4, 2)
+    free = f.free
+
+    def counted(*args):
+        nonlocal evaluations
+        evaluations += 1
+        return free(*args)
+
+    f.free = counted
+    assert Solver().solve(f, torch.randn(0, 3, 4)).x.shape == (0, 3, 4)
+    assert evaluations <= 1

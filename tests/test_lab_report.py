@@ -7,6 +7,7 @@ import torch
 
 from flowattn.contractions import DotProductSelfAttention, L2SelfAttention
 from flowattn.lipschitz import DotProductHeads, local_lipschitz, report
+from flowattn.models.attention import PairAttention
 
 
 def tokens(n=5, features=4):
@@ -101,3 +102,10 @@ def test_layers_of_hugging_face_are_recognised(kind):
     found = report(layer, tokens(features=8), norms=["2"])
     assert ("causal" in found.note) == (kind == "gpt2")
     assert all(value >= found.local["2"] for value in bounds(found, "2").values()) and found.bounds
+
+
+@pytest.mark.parametrize("kind", ["dot_product", "l2_tied"])
+def test_layers_of_character_models_are_no_modules_that_are_known(kind):
+    layer = PairAttention(8, 2, kind=kind, max_tokens=5, position_bias=False)
+    assert DotProductHeads.of(layer) is None
+    assert "local" in str(report(layer, torch.randn(1, 5, 8)))

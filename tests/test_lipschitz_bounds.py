@@ -79,7 +79,7 @@ def row_stretch(y, log_weight, e, radius=None):
     z = y if radius is None else into_ball(y, radius)
     J = jacobian_blocks(z, log_weight.unsqueeze(-2))[1][..., 0, :, :, :]
     if radius is not None:
-        J = J @ into_ball_jacobian(z, radius)
+        J = J @ into_ball_jacobian(y, radius)
     e = e / e.norm(dim=-1, keepdim=True)
     return (e[..., None, None, :] @ J).squeeze(-2).norm(dim=-1).sum(-1)
 
@@ -219,18 +219,19 @@ def factors(heads=3, features=4, width=2):
 
 @pytest.mark.parametrize("features_out", [4, 5])
 @pytest.mark.parametrize("heads", [1, 3])
-def test_token_bound_is_its_formula(heads, features_out):
+@pytest.mark.parametrize("has_ball", [False, True])
+def test_token_bound_is_its_formula(heads, features_out, has_ball):
     W = torch.randn(heads, 4, 2, dtype=torch.float64)
     B = torch.randn(heads, 2, features_out, dtype=torch.float64)
     stretch = 1 + 5 * torch.rand(7, heads, 6, dtype=torch.float64)
-    ball = 1 + 5 * torch.rand(heads, 1, dtype=torch.float64)
+    ball = 1 + 5 * torch.rand(heads, 1, dtype=torch.float64) if has_ball else None
     norm_W, norm_B = torch.linalg.matrix_norm(W, 2), torch.linalg.matrix_norm(B, 2)
     alpha = (W.norm(dim=(1, 2)) / B.norm(dim=(1, 2)))[:, None, None]
     mixed = torch.linalg.matrix_norm(alpha * B @ B.mT + W.mT @ W / alpha, 2) / 2
     product = (norm_W * norm_B)[:, None]
-    least = torch.minimum(stretch, ball)
-    single = torch.minimum(product + (stretch - 1) * torch.minimum(product, mixed[:, None]), ball * product)
-    by_head = (single if heads == 1 else least * product).sum(1)
+    least = torch.minimum(stretch, ball) if has_ball else stretch
+    single = product + (stretch - 1) * torch.minimum(product, mixed[:, None])
+    by_head = (single if heads == 1 and not has_ball else least * product).sum(1)
     jointly = torch.linalg.matrix_norm(B.flatten(0, 1), 2) * (least * norm_W[:, None]).norm(dim=1)
     exact = by_head if heads == 1 else torch.minimum(by_head, jointly)
     ratio = token_bound(W, B, stretch, ball=ball) / exact

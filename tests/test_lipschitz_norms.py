@@ -108,6 +108,24 @@ def test_bound_of_many_random_matrices_is_never_below():
             assert ratio(torch.randn(shape, dtype=dtype)).min().item() >= 1
 
 
+def test_a_tolerance_of_zero_is_refused():
+    with pytest.raises(ValueError, match="tolerance must be above 0; got tolerance=0"):
+        spectral_norm_bound(torch.eye(2), tolerance=0.0)
+
+
+def test_every_order_of_second_derivatives_of_the_bound_is_the_same():
+    W, V = torch.randn(2, 4, 6, dtype=torch.float64)
+
+    def bound(t):
+        return spectral_norm_bound(W + t * V)
+
+    t, one = torch.tensor([0.3, 1.0], dtype=torch.float64)
+    grad, jvp = torch.func.grad, torch.func.jvp
+    expected = grad(grad(bound))(t).item()
+    assert grad(lambda t: jvp(bound, (t,), (one,))[1])(t).item() == pytest.approx(expected, rel=1e-9)
+    assert jvp(grad(bound), (t,), (one,))[1].item() == pytest.approx(expected, rel=1e-9)
+
+
 def test_a_tolerance_is_kept():
     W = orthogonal(200, 200)
     assert 1 <= ratio(W).item() <= 1.01

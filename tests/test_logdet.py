@@ -583,3 +583,59 @@ def test_the_choice_is_visible():
     text = repr(InvertibleAttention(4, 2, logdet=AutoLogDet(max_dense=7, otherwise=PowerSeries(3))))
     assert "if dense up to N * D = 7, else PowerSeries(num_terms=3, num_probes=1)" in text
     assert "RussianRoulette(num_exact_terms=4, survival=L^2" in repr(InvertibleAttention(4, 2))
+
+
+# -- derivatives of other orders and directions
+
+
+def along(logdet, f, x, v, seed=0):
+    """log|det| of the first sample as a function of how far x has gone along v."""
+
+    def value(t):
+        torch.manual_seed(seed)
+        return logdet(f, x + t * v)[1][0]
+
+    return value
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_second_derivatives_of_the_exact_value_are_right_in_every_order(causal):
+    f = L2SelfAttention(6, 2, causal=causal).double()
+    x, v = torch.randn(2, 1, 3, 6, dtype=torch.float64)
+    value = along(ExactLogDet(), f, x, v)
+    t, one = torch.tensor([0.3, 1.0], dtype=torch.float64)
+    grad, jvp = torch.func.grad, torch.func.jvp
+    expected = grad(grad(value))(t).item()
+    h = 1e-4
+    assert ((value(t + h) - 2 * value(t) + value(t - h)) / h**2).item() == pytest.approx(expected, abs=1e-5)
+    if causal:  # in this order torch.linalg.slogdet itself, which the dense one goes through, gives no derivative
+        assert grad(lambda t: jvp(value, (t,), (one,))[1])(t).item() == pytest.approx(expected, rel=1e-9)
+    assert jvp(grad(value), (t,), (one,))[1].item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_roulette_has_the_same_derivative_forwards_and_backwards():
+    f = L2SelfAttention(6, 2).double()
+    x, v = torch.randn(2, 1, 3, 6, dtype=torch.float64)
+    value = along(RussianRoulette(), f, x, v)
+    t, one = torch.tensor([0.3, 1.0], dtype=torch.float64)
+    expected = torch.func.grad(value)(t).item()
+    assert torch.func.jvp(value, (t,), (one,))[1].item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_second_derivative_of_the_roulette_is_refused():
+    f = L2SelfAttention(6, 2).double()
+    x = torch.randn(1, 3, 6, dtype=torch.float64, requires_grad=True)
+    _, logabsdet = RussianRoulette()(f, x)
+    torch.autograd.grad(logabsdet.sum(), x, retain_graph=True)
+    with pytest.raises(
+        NotImplementedError, match=r"can be differentiated once.*Use ExactLogDet\(\) or PowerSeries\(\)"
+    ):
+        torch.autograd.grad(logabsdet.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e12])
+def test_tokens_far_outside_their_balls_spoil_no_gradient(scale):
+    block = InvertibleAttention(4, 2, radius=1.0, causal=True)
+    x = (scale * torch.randn(2, 5, 4)).requires_grad_()
+    block(x)[1].sum().backward()
+    assert x.grad.isfinite().all() and all(p.grad.isfinite().all() for p in block.parameters() if p.grad is not None)

@@ -9,7 +9,7 @@ import torch
 from flowattn.contractions import L2SelfAttention
 from flowattn.lipschitz import published_infinity_bound
 from flowattn.models import RUNGS, CharTransformer, generate
-from flowattn.models.attention import ContractiveAttention, PairAttention
+from flowattn.models.attention import ContractiveAttention, PairAttention, extend_contraction
 from flowattn.transforms import ResidualTransform
 
 TOKENS = 12
@@ -265,3 +265,17 @@ def test_characters_are_drawn_with_their_probabilities():
     expected = model.double()(prompt)[0, -1].softmax(-1).detach()
     drawn = generate(model, prompt.expand(4000, -1), 1)[:, -1].bincount(minlength=50) / 4000
     assert ((drawn - expected).abs() < 5 * (expected / 4000).sqrt()).all()
+
+
+def test_rows_that_are_added_are_as_precise_as_the_whole_far_from_the_origin():
+    f = L2SelfAttention(8, 2, causal=True, max_tokens=6)
+    with torch.no_grad():
+        f.W.mul_(16)
+    x = torch.randn(1, 6, 8) + 1e3
+    truth = copy.deepcopy(f).double()(x.double())
+    kept, rows = None, []
+    for token in x.split(1, 1):
+        row, kept = extend_contraction(f, token, kept)
+        rows.append(row)
+    error = (torch.cat(rows, 1) - truth).abs().max()
+    assert error <= 4 * (f(x) - truth).abs().max() + 1e-6

@@ -1,4 +1,7 @@
-"""Maps of tokens that are certified to be contractions, whatever their parameters are."""
+"""Maps of tokens that are certified to be contractions, whatever their parameters are.
+
+The one that is not is `DotProductSelfAttention`, the baseline: it has no bound, and says so when asked for one.
+"""
 
 from flowattn.contractions.attention import DotProductSelfAttention, L2SelfAttention
 from flowattn.contractions.base import Contraction, Push, Structure

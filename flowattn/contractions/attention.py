@@ -213,27 +213,28 @@ class L2SelfAttention(_SelfAttention):
         return self._join(m) * scale.unsqueeze(-1)
 
     def free_linearize(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Push]:
-        z = self._heads(x, mask, context)
-        m, attention_push = l2_attention_linearize(z, self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
+        y = self._heads(x, mask, context)
+        bias = self._bias(x.shape[1], mask, x.dtype)
+        m, attention_push = l2_attention_linearize(self._ball(y), bias, causal=self.causal)
 
         def push(v: Tensor) -> Tensor:
-            dz = self._split(v @ self.W)
-            return self._join(attention_push(dz if self.radius is None else into_ball_jvp(z, dz, self.radius)))
+            dy = self._split(v @ self.W)
+            return self._join(attention_push(dy if self.radius is None else into_ball_jvp(y, dy, self.radius)))
 
         return self._join(m), push
 
     def free_diagonal(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, TokenBlocks]:
-        z = self._heads(x, mask, context)
-        m, C = diagonal_blocks(z, self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
+        y = self._heads(x, mask, context)
+        m, C = diagonal_blocks(self._ball(y), self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
         if self.radius is not None:
-            C = C @ into_ball_jacobian(z, self.radius)
+            C = C @ into_ball_jacobian(y, self.radius)
         return self._join(m), HeadBlocks(C, self.W, self.B, x.new_ones(1))
 
     def free_jacobian(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        z = self._heads(x, mask, context)
-        m, J = jacobian_blocks(z, self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
+        y = self._heads(x, mask, context)
+        m, J = jacobian_blocks(self._ball(y), self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
         if self.radius is not None:
-            J = J @ into_ball_jacobian(z, self.radius).unsqueeze(-4)
+            J = J @ into_ball_jacobian(y, self.radius).unsqueeze(-4)
         heads = (self.num_heads, self.head_features)
         right = torch.einsum("bhnmij,khj->bnmhik", J, self.W.unflatten(1, heads))
         full = torch.einsum("bnmhik,hio->bnomk", right, self.B.unflatten(0, heads))
@@ -265,11 +266,14 @@ class L2SelfAttention(_SelfAttention):
         if mask is not None:  # padding is hidden, but must not lie far off, where it would cost the others digits
             first = mask.int().argmax(-1)[:, None, None]
             y = torch.where(mask.unsqueeze(-1), y, y.take_along_dim(first, 1))
-        z = self._split(y)
-        return z if self.radius is None else into_ball(z, self.radius)
+        return self._split(y)
+
+    def _ball(self, y: Tensor) -> Tensor:
+        return y if self.radius is None else into_ball(y, self.radius)
 
     def _average(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
-        return l2_attention(self._heads(x, mask, context), self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
+        z = self._ball(self._heads(x, mask, context))
+        return l2_attention(z, self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
 
     def _join(self, m: Tensor) -> Tensor:
         return m.transpose(1, 2).flatten(2) @ self.B

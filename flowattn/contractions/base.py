@@ -73,6 +73,8 @@ class Contraction(nn.Module):
         self.out_features = features if out_features is None else out_features
         self.context_features = context_features
         self.coefficient = coefficient
+        # It goes where the module goes, and says so where there is no parameter to ask.
+        self.register_buffer("_empty", torch.empty(0), persistent=False)
 
     # -- what a subclass gives
 
@@ -85,7 +87,7 @@ class Contraction(nn.Module):
         raise NotImplementedError
 
     def whole_bound(self, rows: Tensor, norm: Norm) -> Tensor:
-        """The bound of the whole map from those of its rows."""
+        """The bound of the whole map from those of its rows. For norm="2" this one is right if f is tokenwise."""
         return rows.amax(-1)
 
     def spread(self, num_tokens: int, mask: Tensor | None) -> Tensor | float:
@@ -204,7 +206,7 @@ class Contraction(nn.Module):
         return self.coefficient * (1 - 4 * torch.finfo(dtype).eps)  # rounded, still at most the coefficient
 
     def _like(self) -> Tensor:
-        return next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0))
+        return next(itertools.chain(self.parameters(), self.buffers()))
 
     def _checked(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         check_tokens("x", x, self.features)

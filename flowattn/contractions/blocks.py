@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowattn.checks import without_autocast
+from flowattn.checks import nothing_is_recorded, without_autocast
 
 
 class TokenBlocks(ABC):
@@ -76,6 +76,8 @@ class HeadBlocks(TokenBlocks):
             return DenseBlocks(self.dense()).logabsdet()
         with without_autocast(self.C):
             K = (self.B @ self.W).mT.unflatten(0, (self.C.shape[1], -1))
+            if nothing_is_recorded():
+                return _plain_head_logabsdet(self._scaled_C(), K)
             logabsdet: Tensor = _HeadLogAbsDet.apply(self._scaled_C(), K)[0]
         return logabsdet
 
@@ -115,7 +117,7 @@ class _HeadLogAbsDet(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(*inputs, *output[1:])
-        ctx.save_for_forward(*inputs, *output[1:])
+        ctx.save_for_forward(*inputs)
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
@@ -127,17 +129,25 @@ class _HeadLogAbsDet(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, C_change: Tensor | None, K_change: Tensor | None) -> Any:
-        _, _, dC, dK = ctx.saved_tensors
-        change = dC.new_zeros(len(dC))
+        C, K = ctx.saved_tensors  # of `forward` the gradients are known, but not how they change
+        product = _head_product(C, K)
+        change = torch.zeros_like(product)
         if C_change is not None:
-            change = change + (dC * C_change).sum((1, 2, 3, 4))
+            change = change + _head_product(C_change, K)
         if K_change is not None:
-            change = change + (dK * K_change).sum((1, 2, 3))
-        return change, None, None
+            change = change + _head_product(C, K_change)
+        identity = torch.eye(product.shape[-1], dtype=product.dtype, device=product.device)
+        relative = torch.linalg.solve(identity + product, change)
+        return relative.diagonal(dim1=-2, dim2=-1).sum((-2, -1)), None, None
 
 
 def _plain_head_logabsdet(C: Tensor, K: Tensor) -> Tensor:
-    return DenseBlocks(torch.einsum("bhnij,hjk->bnhik", C, K).flatten(2, 3)).logabsdet()
+    return DenseBlocks(_head_product(C, K)).logabsdet()
+
+
+def _head_product(C: Tensor, K: Tensor) -> Tensor:
+    """The matrices C_i K, [B, N, H d, H d]."""
+    return torch.einsum("bhnij,hjk->bnhik", C, K).flatten(2, 3)
 
 
 def _invert_by_heads(A: Tensor, width: int) -> tuple[Tensor, Tensor]:

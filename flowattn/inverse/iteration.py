@@ -68,7 +68,7 @@ def iterate(
         rounding = eps * (length + norm(best))
         error = (best_residual + 8 * rounding) / (1 - lipschitz)
         going = ~(error <= tolerance) & ~((was_plain & ~better) | (best_residual <= rounding))
-        if count == max_steps or not going.all():
+        if count == max_steps or not (going.any() and going.all()):
             stay = ~going if count < max_steps else torch.ones_like(going)
             done = active[stay]
             for whole, part in zip((*solution[:2], following), (best, error, best_plain), strict=True):
@@ -78,8 +78,7 @@ def iterate(
                 break
             step.keep(going)
             active, y, x, plain, best, best_plain, length, best_residual, better, tolerance = (
-                t[going]
-                for t in (active, y, x, plain, best, best_plain, length, best_residual, better, tolerance)
+                t[going] for t in (active, y, x, plain, best, best_plain, length, best_residual, better, tolerance)
             )
             blocks = None if blocks is None else blocks[going]
         proposed = step.propose(x, plain, blocks)

@@ -156,11 +156,12 @@ def single_head_bound(
 ) -> Float[Tensor, "*batch tokens"]:
     r"""The `token_bound` of one head, which knows that B need not stretch most what W does.
 
-    .. math:: L_i = \min\bigl(|W||B| + (\kappa_i - 1) \gamma,\; \kappa_R |W||B|\bigr), \qquad
+    .. math:: L_i = |W||B| + (\kappa_i - 1) \gamma, \qquad
         \gamma = \min\bigl(|W||B|,\; \tfrac12 |\alpha B B^T + \alpha^{-1} W^T W|\bigr)
 
-    with :math:`\kappa` the `stretch`, :math:`\kappa_R` the `ball`, spectral norms and any :math:`\alpha > 0`, which is
-    :math:`|W|_F / |B|_F` here.
+    with :math:`\kappa` the `stretch`, spectral norms and any :math:`\alpha > 0`, which is :math:`|W|_F / |B|_F` here.
+    With a ball it is :math:`\min(\kappa_i, \kappa_R) |W||B|`: the map into it turns vectors between W and B, each token
+    its own way.
 
     Proof. In the proof of `attention_stretch` the second sum of :math:`B^T dm_i` has the two parts
     :math:`\frac2s B^T \operatorname{Cov}_i W^T dx_i` and
@@ -172,13 +173,17 @@ def single_head_bound(
     """
     tiny = torch.finfo(W.dtype).tiny
     gram_W, gram_B = W.mT @ W, B @ B.mT
-    traces = [gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(tiny) for gram in (gram_W, gram_B)]
-    alpha = (traces[0] / traces[1]).sqrt()[:, None, None]
-    norms = spectral_norm_bound(torch.stack([gram_W, gram_B, (gram_B * alpha + gram_W / alpha) / 2])).unsqueeze(-1)
+    grams = [gram_W, gram_B]
+    if ball is None:
+        traces = [gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(tiny) for gram in grams]
+        alpha = (traces[0] / traces[1]).sqrt()[:, None, None]
+        grams.append((gram_B * alpha + gram_W / alpha) / 2)
+    norms = spectral_norm_bound(torch.stack(grams)).unsqueeze(-1)
     norm_W, norm_B = norms[:2].clamp_min(tiny).sqrt()
     product = norm_W * norm_B
-    bound = product + (stretch - 1) * torch.minimum(product, norms[2])
-    return (bound if ball is None else torch.minimum(bound, ball * product)).squeeze(-2)
+    if ball is not None:
+        return (torch.minimum(stretch, ball) * product).squeeze(-2)
+    return (product + (stretch - 1) * torch.minimum(product, norms[2])).squeeze(-2)
 
 
 def infinity_bound(

@@ -28,7 +28,7 @@ def local_bound(
     by the key inequality of `flowattn.lipschitz.dot_product`, the covariances being those after the projections; the
     second entry of the minimum is the norm of the matrix of norms of blocks. Heads are joined with the norms of O.
 
-    Cost: O(N^2 d^2 H) time, O(N d^2 H) memory.
+    Cost: O(N^2 d^2 H) time, O(N^2 H + N d^2 H) memory.
     """
     _check_norm(norm)
     P = heads.attend(x)

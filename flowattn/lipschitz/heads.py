@@ -53,7 +53,8 @@ class DotProductHeads:
         """
         if isinstance(module, nn.MultiheadAttention):
             return _of_torch(module)
-        if _has(module, "in_projection", "out_projection", "num_heads") and not getattr(module, "position_bias", None):
+        own = ("in_projection", "out_projection", "num_heads", "head_features", "causal")
+        if _has(module, *own) and not getattr(module, "position_bias", None):
             q, k, v = module.in_projection.detach().chunk(3, -1)
             out = module.out_projection.detach().T
             return cls._split(q.T, k.T, v.T, out, module.num_heads, causal=bool(module.causal))

@@ -67,6 +67,8 @@ def spectral_norm_bound(
         >>> spectral_norm_bound(torch.diag(torch.tensor([3.0, 2.0, 1.0])))
         tensor(3.0000)
     """
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be above 0; got tolerance={tolerance}.")
     rows, columns = matrix.shape[-2:]
     with without_autocast(matrix):
         W = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
@@ -118,7 +120,7 @@ class _GramIteration(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         W, ctx.num_squarings = inputs
         ctx.save_for_backward(W, *output)
-        ctx.save_for_forward(W, *output)
+        ctx.save_for_forward(W)
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
@@ -131,7 +133,8 @@ class _GramIteration(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, dW: Tensor, *_: None) -> Any:
-        W, bound, *powers = ctx.saved_tensors
+        W, *_ = ctx.saved_tensors
+        bound, *powers = _gram_iteration(W, ctx.num_squarings)  # anew, so that it can be differentiated
         return (_gradient(W, bound, powers) * dW).sum((-2, -1)), *[None] * len(powers)
 
 

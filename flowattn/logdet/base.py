@@ -14,8 +14,8 @@ class LogDet(ABC):
     """A way to compute log|det(I + J)| for the Jacobian J of a contraction f, together with f itself.
 
     Both come from one call because they share most of the work. The log-determinant is differentiable in the inputs,
-    the context and the parameters, in training and in evaluation alike, and estimators estimate the gradient without
-    bias too.
+    the context and the parameters, in training and in evaluation alike. An estimator's gradient is that of what it
+    estimates on average: the truncated series of `PowerSeries`, the log-determinant itself of `RussianRoulette`.
     """
 
     @abstractmethod

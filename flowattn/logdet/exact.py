@@ -16,7 +16,8 @@ class ExactLogDet(LogDet):
 
     So causal attention and maps of each token need the diagonal blocks only; other Jacobians are assembled whole.
 
-    Cost: O(N^2 D d + N D^3) time for causal attention, O(N D^2 H + N D^3) tokenwise, O(N^3 D^3) dense.
+    Cost: O(N^2 D d + N D^3) time for causal attention, O(N D^2 h + N D^3) for feed-forward maps of h hidden units,
+    O(N^3 D^3) dense.
 
     Example:
         >>> ExactLogDet()

@@ -73,7 +73,8 @@ class RussianRoulette(LogDet):
 
     n drawn at random with :math:`p_k = P(n \ge k)`: unbiased in value and in gradient. The value comes from the
     logarithm's series and the gradient from Neumann's, :math:`\operatorname{tr}\,(\partial J)(I+J)^{-1}`, in which
-    only the last derivative is recorded: memory does not grow with the number of terms.
+    only the last derivative is recorded: memory does not grow with the number of terms. Second derivatives would be
+    wrong, u being a constant there; they are refused.
 
     Args:
         num_exact_terms: terms that are always there.
@@ -115,8 +116,10 @@ class RussianRoulette(LogDet):
         logabsdet = value.new_zeros(len(x))
         for v in probes(value, mask, self.num_probes, self.generator):
             with torch.no_grad():
-                series, u = self._series(push, v, survival)
+                series, u = (t.detach() for t in self._series(push, v, survival))  # without tangents, too
             surrogate = (v * push(u)).sum((1, 2))
+            if surrogate.requires_grad and can_look():
+                surrogate.register_hook(_refuse_second_derivative)
             logabsdet = logabsdet + series + (surrogate - surrogate.detach())
         return value, logabsdet / self.num_probes
 
@@ -142,6 +145,14 @@ class RussianRoulette(LogDet):
         survival = "L^2" if self.survival is None else self.survival
         exact, probes = self.num_exact_terms, self.num_probes
         return f"RussianRoulette(num_exact_terms={exact}, survival={survival}, num_probes={probes})"
+
+
+def _refuse_second_derivative(g: Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "RussianRoulette can be differentiated once; a second derivative was asked for. Use ExactLogDet() or "
+            "PowerSeries()."
+        )
 
 
 def _bound(contraction: Contraction, num_tokens: int) -> float:

@@ -12,10 +12,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from flowattn.attention import dot_product_attention
+from flowattn.attention import dot_product_attention, l2_attention_last
 from flowattn.checks import check_choice
 from flowattn.contractions import L2SelfAttention
 from flowattn.contractions.position import PositionBias
+from flowattn.kernel import softmax_weights
 from flowattn.lipschitz import published_infinity_bound
 
 Position = Literal["absolute", "relative", "both"]
@@ -95,8 +96,8 @@ class PairAttention(nn.Module):
         keys = k
         if self.kind != "dot_product":
             q, keys = self._as_product(q, k, centre=k[..., :1, :])
-        bias = None if self.position_bias is None else self.position_bias(k.shape[-2])
-        return self._join(attend_last(q, keys, v, bias)), (k, v)
+        bias = None if self.position_bias is None else self.position_bias(k.shape[-2])[..., -x.shape[1] :, :]
+        return self._join(softmax_weights(q, keys, bias, causal=True) @ v), (k, v)
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parts = [t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self._project(x)]
@@ -179,28 +180,15 @@ def extend_contraction(
     Rows are scaled one by one and by their position alone, so that they are those of the whole sequence, whatever
     its length is going to be.
     """
-    z = f._heads(x, None, None)
-    s = math.sqrt(f.head_features)
-    queries = torch.cat([z * (2 / s), torch.full_like(z[..., :1], -1 / s)], -1)
+    z = f._ball(f._heads(x, None, None))
     if kept is None:
         assert f.max_tokens is not None
         scale = f.scale(f.max_tokens).expand(f.max_tokens)
     else:
         z, scale = torch.cat([kept[0], z], -2), kept[1]
-    keys = torch.cat([z, z.square().sum(-1, keepdim=True)], -1)
     length = z.shape[-2]
-    m = attend_last(queries, keys, z, f._bias(length, None, z.dtype))
+    m = l2_attention_last(z, x.shape[1], f._bias(length, None, z.dtype))
     return f._join(m) * scale[length - x.shape[1] : length].unsqueeze(-1), (z, scale)
-
-
-def attend_last(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """Causal attention of the last tokens, whose queries q are fewer than the keys."""
-    length, first = k.shape[-2], k.shape[-2] - q.shape[-2]
-    logits = q @ k.mT
-    if bias is not None:
-        logits = logits + bias[..., first:, :]
-    later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)[first:]
-    return logits.masked_fill(later, -math.inf).softmax(-1) @ v
 
 
 def short_start(width: int) -> float:
