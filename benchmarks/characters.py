@@ -2,8 +2,8 @@
 
     python -m benchmarks.characters [--layers 2 4] [--threads 2]
 
-The models are those of the ladder: 128 features, 4 heads, 128 characters, batches of 32, and no rung has more parameters
-than dot-product attention. A step is forward, cross-entropy, backward, clipping and Adam.
+The models are those of the ladder: 128 features, 4 heads, 128 characters, batches of 32, and no rung has more
+parameters than dot-product attention. A step is forward, cross-entropy, backward, clipping and Adam.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ from nflows.nn.nets import ResidualNet
 from nflows.transforms import CompositeTransform, LULinear, PiecewiseRationalQuadraticCouplingTransform
 from torch import Tensor, nn
 
-from flowattn.data.particles import DoubleWell, helmert
+from flowattn.data.gaussian import helmert
+from flowattn.data.particles import DoubleWell
 from flowattn.flows.particles import ParticleFlow
 
 ROOT = Path(__file__).parents[1]

@@ -1,6 +1,6 @@
 """The flow of a config against nflows' flows of flattened sequences, trained alike.
 
-    python -m benchmarks.sequences --data watch --minutes 5
+    python -m benchmarks.sequences --data watch --minutes 3
 
 takes data and flow from configs/watch.yaml, and trains the flow, nflows' masked autoregressive flow and nflows'
 rational-quadratic coupling flow for so many minutes of processor time each, so that a busy machine is fair to all.
@@ -156,7 +156,7 @@ def some(size: int, most: int = 5000) -> Tensor:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sequences", description="Flows of sequences compared.")
     parser.add_argument("--data", default="watch", help="a config in configs/ with data of fixed length")
-    parser.add_argument("--minutes", type=float, default=5.0, help="of processor time, for each rival")
+    parser.add_argument("--minutes", type=float, default=3.0, help="of processor time, for each rival")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where the table goes")
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=RIVALS, help="those to train; all unless given")
     parser.add_argument("--fresh", action="store_true", help="train all rivals again")

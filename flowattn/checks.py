@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from typing import Any
 
@@ -31,6 +32,13 @@ def check_positive(**sizes: int) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not hasattr(size, "__index__") or operator.index(size) < 1:
             raise ValueError(f"{name} must be a whole number of at least 1; got {name}={size!r}.")
+
+
+def check_positive_number(**numbers: float) -> None:
+    """Raises unless every named number is above zero and finite."""
+    for name, number in numbers.items():
+        if not 0 < number < math.inf:
+            raise ValueError(f"{name} must be a positive number; got {name}={number!r}.")
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

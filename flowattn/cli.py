@@ -8,16 +8,18 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.callbacks import ProgressBar
-from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
-from pytorch_lightning.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 from rich.console import Console
 from rich.table import Table
 
+from flowattn.data.download import DownloadError
+from flowattn.inverse import InverseNotConverged
 from flowattn.training import (
     CheckpointError,
     FiniteGradients,
@@ -27,38 +29,24 @@ from flowattn.training import (
     SequenceTrainer,
 )
 from flowattn.training.checkpoint_io import is_full
+from flowattn.training.parser import ShortParser
 from flowattn.training.progress import Bar, tell
+from flowattn.training.runs import NewRun, SaveConfig
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 DEFAULT = CONFIGS / "default.yaml"
-
-
-class SaveConfig(SaveConfigCallback):
-    """Keeps the whole config of a training as `config.yaml` in the run's folder."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "save_to_log_dir": False})
-
-    def save_config(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            folder = Path(trainer.default_root_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            self.parser.save(self.config, folder / "config.yaml", skip_none=False, overwrite=True, multifile=False)
-
-
-class ShortParser(LightningArgumentParser):
-    """Answers a mistake with what is wrong, not with a page of options and types."""
-
-    NOISE = ("Subtypes:", "Does not validate against", "Errors:", "Given value type:", "Expected a <class 'NoneType'>")
-
-    def print_usage(self, file: Any = None) -> None:
-        pass
-
-    def error(self, message: str, *args: Any) -> NoReturn:
-        lines = [
-            line for line in message.splitlines() if line.strip() and not any(noise in line for noise in self.NOISE)
-        ]
-        super().error("\n".join(lines), *args)
+DEBUG = "FLOWATTN_DEBUG"
+#: What users cause, in files, configs and data; its own words say what is wrong.
+ANSWERED = (
+    ValueError,
+    OSError,
+    ModuleNotFoundError,
+    MisconfigurationException,
+    CheckpointError,
+    DownloadError,
+    InverseNotConverged,
+    NotFinite,
+)
 
 
 class SequenceCLI(LightningCLI):
@@ -130,7 +118,7 @@ class SequenceCLI(LightningCLI):
 
     def before_fit(self) -> None:
         if self._get(self.config, "ckpt_path") is None and not self._get(self.config, "trainer").fast_dev_run:
-            _move_aside(Path(self.trainer.default_root_dir))
+            self.trainer.callbacks.insert(0, NewRun(self.trainer))  # type: ignore[attr-defined]
 
     def after_fit(self) -> None:
         if self.trainer.is_global_zero:
@@ -138,28 +126,33 @@ class SequenceCLI(LightningCLI):
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs a command, and ends with one line where an error says all there is to say."""
+    """Runs a command. What a user can put right is answered in a sentence; anything else keeps its traceback."""
     args = sys.argv[1:] if args is None else list(args)
-    if not args:
+    if not args or args[0] in ("-h", "--help"):
         print_help()
         return
     keep_quiet()
     before, sys.argv = sys.argv, [sys.argv[0], *args]  # what Lightning starts other ranks with
     try:
         SequenceCLI()
-    except (CheckpointError, NotFinite) as error:
-        raise SystemExit(f"error: {error}") from None
-    except RuntimeError as error:
-        if "in loading state_dict" not in str(error):
+    except Exception as error:
+        said = answer(error)
+        if said is None or os.environ.get(DEBUG):
             raise
-        first = "\n".join(str(error).splitlines()[:4])
-        raise SystemExit(f"error: the checkpoint is not of the model of this config. {first}") from None
-    except OSError as error:
-        if is_full(error):
-            raise SystemExit(f"error: {error.filename or 'a file'} could not be written: {error.strerror}") from None
-        raise
+        raise SystemExit(f"error: {said}\n({DEBUG}=1 shows where.)") from None  # a rank that fails exits with 1
     finally:
         sys.argv = before
+
+
+def answer(error: BaseException) -> str | None:
+    """What to tell a user about an error that is likely to be theirs; None for all others."""
+    while str(error).startswith("Does not validate against any") and error.__cause__ is not None:
+        error = error.__cause__  # jsonargparse wraps what a constructor said
+    if is_full(error):
+        return f"{error.filename or 'a file'} could not be written: {error.strerror}"  # type: ignore[attr-defined]
+    if isinstance(error, RuntimeError) and "in loading state_dict" in str(error):
+        return "the checkpoint is not of the model of this config. " + "\n".join(str(error).splitlines()[:4])
+    return str(error) if isinstance(error, ANSWERED) else None
 
 
 def keep_quiet() -> None:
@@ -180,40 +173,34 @@ def print_help() -> None:
     """Says what can be run."""
     console = Console()
     console.print(
-        "Trains, evaluates and samples densities of sequences.\n\n"
-        "  python train.py fit --config configs/NAME.yaml                      train; results in runs/NAME\n"
-        "  python train.py fit --config configs/NAME.yaml --ckpt_path last     go on where it was stopped\n"
-        "  python train.py test --config configs/NAME.yaml                     the table, with the best checkpoint\n"
-        "  python train.py predict --config configs/NAME.yaml --out FILE.csv   a log-density for each sequence\n"
-        "  python train.py sample --config configs/NAME.yaml --num_samples 64  samples and a picture of them\n"
-        "  python train.py fit --help                                          every option there is\n",
+        "Trains, evaluates and samples densities of sequences: python train.py COMMAND\n\n"
+        "fit      --config configs/NAME.yaml                   trains, into runs/NAME\n"
+        "fit      --config configs/NAME.yaml --ckpt_path last  goes on where it stopped\n"
+        "validate --config configs/NAME.yaml                   metrics of validation\n"
+        "test     --config configs/NAME.yaml                   a table, beside references\n"
+        "predict  --config configs/NAME.yaml --out FILE.csv    a density per sequence\n"
+        "sample   --config configs/NAME.yaml --num_samples 64  samples, and a picture\n"
+        "fit --help                                            every option there is\n"
+        "fit --data.help ArraySequences                        data of your own\n",
         highlight=False,
+        soft_wrap=True,
     )
-    table = Table(title="configs", title_justify="left")
-    table.add_column("config", no_wrap=True)
-    table.add_column("what it is")
-    for path in sorted(CONFIGS.rglob("*.yaml")):
-        table.add_row(str(path.relative_to(CONFIGS.parent)), first_comment(path))
-    console.print(table)
+    presets = sorted(CONFIGS.glob("presets/*.yaml"))
+    for title, paths in {
+        "experiments": sorted({*CONFIGS.rglob("*.yaml")} - {DEFAULT, *presets}),
+        "presets, as a second --config": presets,
+    }.items():
+        table = Table(title=title, title_justify="left")
+        table.add_column("config", no_wrap=True)
+        table.add_column("what it is")
+        for path in paths:
+            table.add_row(str(path.relative_to(CONFIGS.parent)), first_comment(path))
+        console.print(table)
 
 
 def first_comment(path: Path) -> str:
     first = path.read_text().partition("\n")[0]
     return first.lstrip("# ") if first.startswith("#") else ""
-
-
-@rank_zero_only
-def _move_aside(folder: Path) -> None:
-    """Keeps an earlier run of the same name, with a number behind it."""
-    if not (folder / "checkpoints").is_dir():
-        return
-    number = 1
-    while (other := folder.with_name(f"{folder.name}-{number}")).exists():
-        number += 1
-    folder.rename(other)
-    Console().print(
-        f"An earlier run is now {other}; --ckpt_path last would have gone on with it.", highlight=False, soft_wrap=True
-    )
 
 
 def _event_shape(data: LightningDataModule) -> Any:

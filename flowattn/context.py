@@ -12,7 +12,8 @@ of ours read it by this table, and only through this module:
 
 So `pack_context(features, mask)` says both in a plain tensor, which survives indexing, repeating, stacking and moves
 between devices. `split_context` undoes it. Padding may hold any value, NaN included: it is never read, passes through
-every transform unchanged, and counts in no log-determinant and no log-probability. An `embedding_net` of an nflows
+every transform unchanged, and counts in no log-determinant and no log-probability. A transform that was not made for
+features leaves them to others; a flow of ours in which nothing reads them refuses them. An `embedding_net` of an nflows
 Flow sees the packed tensor; it must leave the -inf rows as they are, so embed the features first and pack then.
 """
 
@@ -24,7 +25,15 @@ from torch import Tensor
 
 from flowattn.checks import can_look, check_finite, check_mask
 
-__all__ = ["keep_padding", "pack_context", "per_token", "split_context", "sum_over_tokens", "zero_padding"]
+__all__ = [
+    "keep_padding",
+    "pack_context",
+    "per_token",
+    "refuse_mask",
+    "split_context",
+    "sum_over_tokens",
+    "zero_padding",
+]
 
 
 def pack_context(
@@ -110,6 +119,12 @@ def split_context(
         if not padding.any():  # finite all along, but for its sum
             return context, None
     return features, ~padding
+
+
+def refuse_mask(mask: Bool[Tensor, "batch tokens"] | None) -> None:
+    """Raises at a mask, on behalf of what has no use for padding."""
+    if mask is not None:
+        raise ValueError(f"context must hold no mask, since there is no padding here; got one of {list(mask.shape)}.")
 
 
 def per_token(

@@ -42,8 +42,8 @@ class SequenceNormal(Distribution):
         super().__init__()
         if len(event_shape) != 2:
             raise ValueError(f"event_shape must be (tokens, features); got {tuple(event_shape)}.")
+        check_positive(**{f"event_shape[{k}]": size for k, size in enumerate(event_shape)})
         self.max_tokens, self.features = map(operator.index, event_shape)
-        check_positive(tokens=self.max_tokens, features=self.features)
         self.register_buffer("_like", torch.zeros(()), persistent=False)
 
     def sample(

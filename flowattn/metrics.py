@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from flowattn.context import split_context
 
-_EXACT = torch.float32 if torch.backends.mps.is_available() else torch.float64
+_SUMS = ("total", "squares")
 
 
 class Likelihood(Metric):
@@ -22,9 +24,10 @@ class Likelihood(Metric):
         \text{token\_nll} = -\frac{\sum_m \log p(X_m)}{\sum_m N_m}, \qquad
         \text{bpd} = -\frac{\sum_m \log p(X_m)}{D \ln 2 \sum_m N_m}
 
-    M sequences of :math:`N_m` real tokens, D wide. `nll_error` is the standard error of the first. Only sums are kept,
-    in float64, and added up over ranks when the result is asked for: ranks may see different numbers of sequences and
-    batches, and a sequence counts the same whatever batch it is in.
+    M sequences of :math:`N_m` real tokens, D wide. `nll_error` is the standard error of the first, which a single
+    sequence does not have: not a number. Only sums are kept, in float64 where the device of the metric has it, and
+    added up over ranks when the result is asked for: ranks may see different numbers of sequences and batches, and a
+    sequence counts the same whatever batch it is in.
 
     Args:
         features: the width D of a token.
@@ -46,8 +49,10 @@ class Likelihood(Metric):
     def __init__(self, features: int) -> None:
         super().__init__()
         self.features = features
-        for name in ("count", "total", "squares", "tokens"):
-            self.add_state(name, torch.zeros((), dtype=_EXACT), dist_reduce_fx="sum")
+        for name in ("count", "tokens"):
+            self.add_state(name, torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+        for name in _SUMS:
+            self.add_state(name, torch.zeros((), dtype=_exact(self.device)), dist_reduce_fx="sum")
 
     def update(self, log_prob: Float[Tensor, " batch"], lengths: Int[Tensor, " batch"]) -> None:
         """Counts these sequences: their log-densities, and how many real tokens they have."""
@@ -56,7 +61,7 @@ class Likelihood(Metric):
                 f"log_prob and lengths must have one entry per sequence; got shapes {list(log_prob.shape)} and "
                 f"{list(lengths.shape)}."
             )
-        nll = -log_prob.detach().to(_EXACT)
+        nll = -log_prob.detach().to(self.total.dtype)
         self.count += len(nll)
         self.total += nll.sum()
         self.squares += nll.square().sum()
@@ -65,7 +70,7 @@ class Likelihood(Metric):
     def compute(self) -> dict[str, Tensor]:
         """`nll`, `nll_error`, `token_nll` and `bpd`; not a number before the first sequence."""
         mean = self.total / self.count
-        variance = (self.squares / self.count - mean.square()).clamp_min(0) / (self.count - 1).clamp_min(1)
+        variance = (self.squares / self.count - mean.square()).clamp_min(0) / (self.count - 1)
         token_nll = self.total / self.tokens
         return {
             "nll": mean,
@@ -79,6 +84,23 @@ class Likelihood(Metric):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* was called before the ``update`` method")
             return {name: value.item() for name, value in self.compute().items()}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = ()) -> nn.Module:
+        """Moves the sums along with all else, to a type that the new device has."""
+        super()._apply(fn, (*exclude_state, *_SUMS))
+
+        def move(x: Any) -> Tensor:  # by way of the CPU, which has all types
+            return x.cpu().to(_exact(self.device)).to(self.device)
+
+        for name in _SUMS:
+            self._defaults[name] = move(self._defaults[name])
+            setattr(self, name, move(getattr(self, name)))
+        return self
+
+
+def _exact(device: torch.device) -> torch.dtype:
+    """The type of sums: double, but for Apple's GPUs, which have none."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def lengths(inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None) -> Int[Tensor, " batch"]:

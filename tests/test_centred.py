@@ -96,10 +96,19 @@ def test_forces_turn_with_the_system(make):
 
 @pytest.mark.parametrize("name", ["attention", "feed-forward", "pair forces", "linear"])
 def test_they_keep_the_contract_of_transforms_outside_of_it_too(name):
-    masks = name in ("feed-forward", "pair forces")
+    masks = name in ("feed-forward", "pair forces", "linear")
     # An inverse by iteration refuses torch.func, in words; compiling takes long.
     skip = ["works_under_torch_compile", "works_under_torch_func"]
     check_transform(TRANSFORMS[name], (4, 2), supports_mask=masks, batch_size=4, skip=skip)
+
+
+def test_linear_maps_count_the_real_tokens_and_take_their_mean():
+    transform = CentredLinear(1, scale=math.e)
+    x, mask = torch.tensor([[[1.0], [2.0], [3.0], [50.0]]]), torch.tensor([[True, True, True, False]])
+    y, logabsdet = transform(x, mask)
+    assert logabsdet.item() == pytest.approx(2.0)
+    torch.testing.assert_close(y[:, :3], transform(x[:, :3])[0])
+    assert y[0, 3] == 50 and transform(x, torch.zeros_like(mask))[1] == 0
 
 
 # -- contractions
@@ -219,6 +228,43 @@ def test_systems_off_the_mean_free_space_have_no_density():
         flow.log_prob(centre(torch.randn(3, 5, 2)))
     with pytest.raises(ValueError, match="at least 2 tokens"):
         ParticleFlow((1, 2))
+
+
+def test_a_system_is_off_the_mean_free_space_whatever_its_batch_mates_are():
+    base, off, large = MeanFreeNormal((2, 1)), torch.tensor([[[0.4], [0.6]]]), torch.tensor([[[1e3], [-1e3]]])
+    base.log_prob(large + 0.1)  # rounding takes large ones further
+    for batch in (off, torch.cat([off, large])):
+        with pytest.raises(ValueError, match=r"add up to zero; got a mean that is 0\.5 away from it in sequence 0"):
+            base.log_prob(batch)
+
+
+def test_systems_have_no_padding():
+    base, flow, mask = MeanFreeNormal((4, 2)), ParticleFlow((4, 2), depth=1), torch.tensor([[True, True, True, False]])
+    for call in (
+        lambda: base.sample(2, mask),
+        lambda: base.log_prob(systems(1), mask),
+        lambda: flow.sample(2, mask),
+        lambda: flow.log_prob(systems(1).float(), mask),
+    ):
+        with pytest.raises(ValueError, match=r"context must hold no mask, .* got one of \[1, 4\]"):
+            call()
+    with pytest.raises(ValueError, match=r"systems must have shape \[batch, 4, 2\]; got \[1, 3, 2\]"):
+        base.sample(2, torch.zeros(1, 3, 5))
+
+
+def test_a_flow_refuses_features_which_it_would_not_read():
+    with pytest.raises(ValueError, match=r"a mask, which is boolean.*got torch.float32 of shape \[3, 5\]"):
+        ParticleFlow((4, 2), depth=1).log_prob(systems().float(), torch.randn(3, 5))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_heads": 2, "hidden": 8}], ids=["forces", "everything"])
+def test_a_flow_in_half_precision_is_sampled_and_scored(options):
+    flow = ParticleFlow((4, 2), depth=4, scale=2.0, **options).bfloat16()
+    with torch.no_grad():
+        x, log_prob = flow.sample_and_log_prob(20)
+        again = flow.log_prob(x)
+    assert x.dtype == torch.bfloat16 and log_prob.dtype == again.dtype == torch.float32
+    torch.testing.assert_close(again, log_prob, rtol=0, atol=0.3)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_heads": 2, "hidden": 8}], ids=["forces", "everything"])

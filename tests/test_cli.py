@@ -9,7 +9,8 @@ import pytest
 import torch
 import yaml
 
-from flowattn.cli import CONFIGS, print_help
+from flowattn.cli import CONFIGS, DEFAULT, main
+from flowattn.training.parser import TITLES
 from tests.tiny import run, write_config
 
 
@@ -36,12 +37,28 @@ def command(folder, *more):
     return output
 
 
-def test_without_arguments_it_lists_the_configs(capsys):
-    print_help()
+@pytest.mark.parametrize("arguments", [[], ["--help"]], ids=["nothing", "--help"])
+def test_without_a_command_it_lists_what_can_be_run_and_the_configs(arguments, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    main(arguments)
     output = capsys.readouterr().out
-    for path in CONFIGS.rglob("*.yaml"):
-        assert path.name in output
-    assert "python train.py fit --config" in output
+    experiments, presets = output.split("presets, as a second --config")
+    for path in {*CONFIGS.rglob("*.yaml")} - {DEFAULT}:
+        assert path.name in (presets if path.parent.name == "presets" else experiments)
+        assert path.name not in (experiments if path.parent.name == "presets" else presets)
+    assert DEFAULT.name not in output
+    commands, _ = output.split("experiments", 1)
+    assert {"fit", "validate", "test", "predict", "sample"} <= {line.split(" ")[0] for line in commands.splitlines()}
+    assert "--data.help ArraySequences" in commands
+    assert all(len(line) <= 80 for line in output.splitlines())
+
+
+def test_help_has_titles_that_say_what_options_are_for(folder):
+    code, output = run(folder, "sample", "--help", prepare=lambda: enter(folder))
+    assert code == 0
+    assert "<class '" not in output
+    for title in (*TITLES.values(), "--num_characters"):
+        assert title in " ".join(output.split())
 
 
 def test_every_config_begins_with_what_it_is():

@@ -179,6 +179,14 @@ def test_any_text_file_is_cut_into_three(tmp_path):
     assert [data.num_characters(name) for name in ("train", "val", "test")] == [360, 20, 20]
 
 
+def test_a_text_file_is_not_taken_for_the_folder_of_a_download(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("abc\n" * 100)
+    data = CharCorpus(path, download=True, url="file:///nowhere", cache=tmp_path, max_tokens=4, batch_size=1)
+    data.prepare_data()
+    assert data.num_characters("train") == 360
+
+
 def test_without_a_path_the_text_is_pythons_documentation(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         data = CharCorpus(cache=tmp_path)

@@ -124,6 +124,37 @@ def test_the_seed_shares_sequences_out(tmp_path):
     assert not torch.equal(first.split("test").inputs, other.split("test").inputs)
 
 
+def test_predictions_are_of_every_row_in_the_order_of_the_file(tmp_path):
+    inputs, mask = values(20), np.arange(4) < np.array(LENGTHS * 2)[:, None]
+    np.savez(tmp_path / "a.npz", inputs=inputs, mask=mask, context=np.arange(20.0)[:, None])
+    data = ArraySequences(str(tmp_path / "a.npz"), predict_split="all", batch_size=8)
+    batches = list(data.predict_dataloader())
+    assert torch.cat([batch.index for batch in batches]).tolist() == list(range(20))
+    got = torch.cat([batch.inputs for batch in batches])
+    np.testing.assert_allclose(got, np.where(mask[..., None], inputs, 0), rtol=1e-6)
+    features = torch.cat([split_context(batch.context, batch.inputs)[0] for batch in batches])
+    assert features[:, 0, 0].tolist() == list(range(20))
+    assert (data.whole().mask.numpy() == mask).all()
+
+
+def test_a_sequence_is_known_by_its_row_of_the_file_in_every_split(tmp_path):
+    np.save(tmp_path / "a.npy", values(20))
+    data = ArraySequences(str(tmp_path / "a.npy"), batch_size=3)
+    for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader(), data.predict_dataloader()):
+        for batch in loader:
+            np.testing.assert_allclose(batch.inputs, values(20)[batch.index], rtol=1e-6)
+
+
+def test_fractions_that_leave_nothing_to_train_on_are_named(tmp_path):
+    np.save(tmp_path / "a.npy", values(20))
+    message = (
+        "must leave a sequence to train on of the 20 in .*; got val_fraction=0.005, which is 1 of them, and "
+        "test_fraction=0.99, which is 20."
+    )
+    with pytest.raises(ValueError, match=message):
+        ArraySequences(str(tmp_path / "a.npy"), val_fraction=0.005, test_fraction=0.99).setup()
+
+
 def with_value(array, index, value):
     array = array.copy()
     array[index] = value
@@ -148,7 +179,10 @@ BAD_ARRAYS = {
         "inputs: must have shape [sequences, tokens, features], at least one of each; got [4, 2].",
     ),
     "no sequences": ({"inputs": INPUTS[:0]}, "at least one of each; got [0, 4, 2]."),
-    "two sequences": ({"inputs": INPUTS[:2]}, "must hold at least 3 sequences, for train, val and test; got 2."),
+    "two sequences": (
+        {"inputs": INPUTS[:2]},
+        "val_fraction and test_fraction must leave a sequence to train on of the 2 in ",
+    ),
     "constant feature": (
         {"inputs": with_value(INPUTS, (..., 1), 7.0)},
         "feature 1 of inputs: is 7.0 in every token and has no density. Leave it out.",

@@ -94,7 +94,10 @@ def test_the_seed_decides_and_splits_differ():
         ({"length": 0}, "length must be a whole number of at least 1; got length=0"),
         ({"batch_size": 2.5}, "batch_size must be a whole number of at least 1; got batch_size=2.5"),
         ({"seed": -1}, "seed must be a whole number of at least 0; got seed=-1"),
-        ({"predict_split": "all"}, "predict_split must be one of 'train', 'val', 'test'; got predict_split='all'"),
+        (
+            {"predict_split": "some"},
+            "predict_split must be one of 'train', 'val', 'test', 'all'; got predict_split='some'",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(wrong, message):

@@ -204,6 +204,15 @@ def test_lightning_tests_and_predicts_every_sequence_once():
     assert [index.tolist() for index in predicted] == [[0, 1, 2, 3], [4]]
 
 
+def test_all_splits_can_be_predicted_one_after_another():
+    loader = Numbered(eval_batch_size=100, predict_split="all").predict_dataloader()
+    (batch,) = loader
+    data = Numbered()
+    splits = [data.split(name).inputs for name in ("train", "val", "test")]
+    assert torch.equal(batch.inputs, torch.cat(splits))
+    assert batch.index.tolist() == list(range(len(batch.inputs)))
+
+
 def test_moments_are_those_of_the_real_tokens():
     class Masked(Numbered):
         def load(self):

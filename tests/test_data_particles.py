@@ -8,7 +8,8 @@ import torch
 from flowattn.data import particles
 from flowattn.data.batch import generator
 from flowattn.data.chains import Langevin, anneal, rotations, sample, symmetrised
-from flowattn.data.particles import DoubleWell, LennardJones, cached, helmert
+from flowattn.data.gaussian import helmert
+from flowattn.data.particles import DoubleWell, LennardJones, cached
 from flowattn.data.potentials import centred, double_well, energy_and_gradient, lennard_jones, pair_distances, virial
 
 SMALL = {"num_train": 600, "num_val": 200, "num_test": 300, "num_walkers": 100, "burn_in": 10, "thinning": 5}

@@ -170,7 +170,9 @@ def test_numbers_and_masks_of_numpy_are_taken():
         (lambda base: base.sample(2, MASK.long()), "boolean mask; got torch.int64"),
         (lambda base: base.sample(0), "num_samples must be a whole number of at least 1"),
         (lambda base: SequenceNormal((3,)), r"event_shape must be \(tokens, features\); got \(3,\)"),
-        (lambda base: SequenceNormal((0, 3)), "tokens must be a whole number of at least 1; got tokens=0"),
+        (lambda base: SequenceNormal((0, 3)), r"event_shape\[0\] must be a whole number of at least 1; got .*=0"),
+        (lambda base: SequenceNormal((5.0, 2)), r"event_shape\[0\] must be a whole number.*=5\.0"),
+        (lambda base: SequenceNormal((5, "2")), r"event_shape\[1\] must be a whole number.*='2'"),
     ],
 )
 def test_wrong_arguments_are_refused(call, message):

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+import tests.tiny
 from tests.tiny import run, start, write_config
 
 
@@ -189,11 +190,21 @@ def test_a_hostile_checkpoint_is_refused(command, tmp_path, monkeypatch):
 BAD_CONFIGS = {
     "a key of the trainer": (["--trainer.max_stepz", "3"], "max_stepz"),
     "a section": (["--modl.flow", "x"], "modl"),
-    "an argument of the flow": (["--model.flow.dept", "3"], "dept"),
+    "an argument of the flow": (["--model.flow.dept", "3"], "error: RandomFlow has no option 'dept'. It has"),
+    "an argument of the data": (
+        ["--data.siz", "3"],
+        "error: Tiny has no option 'siz'. It has batch_size, size,",
+    ),
+    "an abbreviation": (["--trainer.max_step", "3"], "unrecognized arguments: --trainer.max_step 3"),
     "a class": (["--data", "flowattn.data.NoSuchData"], "NoSuchData"),
     "a value": (["--model.optimizer.lr", "fast"], "fast"),
     "a checkpoint": (["--ckpt_path", "nowhere.ckpt"], "There is no checkpoint nowhere.ckpt"),
     "the best of none": (["--ckpt_path", "best"], "There is no best checkpoint of this run"),
+    "a value that the data refuse": (["--data.batch_size", "0"], "error: batch_size must be a whole number of at"),
+    "a value that the model refuses": (["--model.ema", "3"], "error: ema must be between 0 and 1, or None for no"),
+    "a value that the optimiser refuses": (["--model.optimizer.lr", "-1"], "error: Invalid learning rate: -1.0"),
+    "a value that the trainer refuses": (["--trainer.strategy", "nosuch"], "error: You selected an invalid strategy"),
+    "a batch larger than the data": (["--data.batch_size", "999"], "error: batch_size times the number of ranks must"),
 }
 
 
@@ -204,3 +215,39 @@ def test_a_mistake_in_the_config_is_answered_in_few_lines(arguments, message, tm
     assert message in output
     assert len(output.splitlines()) <= 14, output
     assert "Traceback" not in output
+
+
+def test_a_command_without_a_config_is_told_to_take_one(tmp_path):
+    code, output = run(tmp_path, "fit")
+    assert code == 1, output
+    assert "add --config configs/NAME.yaml" in output
+
+
+def test_the_traceback_of_a_mistake_is_there_for_whom_it_helps(tmp_path):
+    arguments = fit(tmp_path, "--data.batch_size", "0")
+    code, output = run(tmp_path, *arguments)
+    assert "(FLOWATTN_DEBUG=1 shows where.)" in output and "Traceback" not in output
+    code, output = run(tmp_path, *arguments, prepare=lambda: os.environ.update(FLOWATTN_DEBUG="1"))
+    assert code == 2 and "Traceback" in output and "check_positive" in output
+
+
+def test_an_error_that_is_no_mistake_of_the_user_keeps_its_traceback(tmp_path):
+    def prepare():
+        tests.tiny.RandomFlow._log_prob = lambda *_: torch.zeros(2) @ torch.zeros(3)
+
+    code, output = run(tmp_path, *fit(tmp_path), prepare=prepare)
+    assert code == 2 and "RuntimeError" in output and "Traceback" in output
+
+
+@pytest.mark.parametrize(
+    "mistake", [["--model.optimizer.lr", "-1"], ["--data.batch_size", "999"]], ids=["rate", "data"]
+)
+def test_a_fit_that_cannot_start_leaves_the_run_before_as_it_is(mistake, trained):
+    (trained / "config.yaml").write_text("of the run before")
+    before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
+    own = {trained / "tiny.yaml", trained / "output.txt"}
+    code, output = run(trained, *fit(trained, *mistake))
+    assert code == 1, output
+    after = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file() and path not in own}
+    assert after == before
+    assert not trained.with_name(f"{trained.name}-1").exists()

@@ -5,15 +5,23 @@ import math
 import pytest
 import torch
 from nflows.flows import Flow
-from nflows.transforms import CompositeTransform, InverseTransform, LULinear
+from nflows.transforms import ActNorm, CompositeTransform, InverseTransform, LULinear
 from torch import nn
 
 from flowattn.context import pack_context
 from flowattn.distributions import SequenceNormal
-from flowattn.flows import AttentionFlow
+from flowattn.flows import AttentionFlow, TransformFlow
 from flowattn.inverse import Solver
 from flowattn.logdet import AutoLogDet, PowerSeries, RussianRoulette
-from flowattn.transforms import FeedForwardCoupling, InvertibleAttention, InvertibleFeedForward, TokenActNorm, Tokenwise
+from flowattn.transforms import (
+    AttentionCoupling,
+    AutoregressiveAttention,
+    FeedForwardCoupling,
+    InvertibleAttention,
+    InvertibleFeedForward,
+    TokenActNorm,
+    Tokenwise,
+)
 
 N, D, C = 5, 4, 2
 LENGTHS = torch.tensor([5, 3, 1])
@@ -231,6 +239,22 @@ def test_a_block_holds_what_it_says(feed_forward):
     assert all(t.contraction.coefficient == 0.6 for t in blocks)
 
 
+@pytest.mark.parametrize(("width", "num_heads"), [(1, 1), (2, 2), (3, 3), (5, 1), (6, 3), (8, 4)])
+def test_tokens_of_any_width_do_without_options(width, num_heads):
+    flow = AttentionFlow((3, width), depth=1)
+    _, _, attention, *parts = flow._transform._transforms
+    assert attention.contraction.num_heads == num_heads
+    both = [FeedForwardCoupling, InvertibleFeedForward]
+    assert [type(part) for part in parts] == (both if width > 1 else both[1:])
+    assert flow.log_prob(flow.sample(2)).shape == (2,)
+
+
+@pytest.mark.parametrize(("options", "num_heads"), [({"lift": 6}, 3), ({"head_features": 5}, 4)])
+def test_the_number_of_heads_goes_by_the_width_that_they_divide(options, num_heads):
+    contraction = AttentionFlow((3, 2), depth=1, **options)._transform._transforms[2].contraction
+    assert (contraction.parts[1] if "lift" in options else contraction).num_heads == num_heads
+
+
 def test_the_logdet_of_attention_can_be_chosen():
     flow = AttentionFlow((N, D), depth=1, num_heads=2, hidden=8, logdet=PowerSeries(3))
     assert "PowerSeries(num_terms=3" in repr(flow)
@@ -246,6 +270,7 @@ def test_the_logdet_of_attention_can_be_chosen():
         ({"feed_forward": "none"}, "feed_forward must be one of 'contractive', 'coupling', 'both'"),
         ({"num_heads": 3}, "num_heads must divide features"),
         ({"coefficient": 1.5}, "coefficient must be"),
+        ({"event_shape": (5, 1), "num_heads": 1, "feed_forward": "both"}, "feed_forward must be 'contractive'"),
     ],
 )
 def test_senseless_options_are_refused(options, message):
@@ -305,6 +330,86 @@ def test_samples_have_the_type_of_the_flow(dtype):
     with torch.inference_mode():
         samples, log_prob = flow.sample_and_log_prob(3, MASK)
     assert samples.dtype == log_prob.dtype == dtype
+
+
+HALVES = {
+    "AttentionFlow": lambda: AttentionFlow((N, D), depth=2, num_heads=2, hidden=8),
+    "AttentionFlow, causal": lambda: AttentionFlow((N, D), depth=1, num_heads=2, hidden=8, causal=True),
+    "TransformFlow": lambda: TransformFlow(
+        (N, D),
+        [
+            TokenActNorm,
+            LULinear,
+            lambda width: AutoregressiveAttention(width, 2, hidden=8),
+            lambda width: AttentionCoupling(width, 2, hidden=8, kind="rational-quadratic"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("make", HALVES.values(), ids=HALVES.keys())
+def test_in_half_precision_a_flow_is_sampled_and_scored(make):
+    flow = make()
+    flow.log_prob(1 + 2 * torch.randn(64, N, D))
+    with torch.no_grad():
+        for p in flow.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+        flow.eval().bfloat16()
+        samples, log_prob = flow.sample_and_log_prob(4, MASK)
+        again = flow.log_prob(samples.flatten(0, 1), MASK.repeat_interleave(4, 0))
+    assert samples.dtype == torch.bfloat16 and log_prob.dtype == again.dtype == torch.float32
+    torch.testing.assert_close(again, log_prob.flatten(), rtol=0.05, atol=0.3)
+
+
+def test_a_flow_in_half_precision_starts_from_its_first_batch():
+    x = (3 + 2 * torch.randn(64, N, D)).bfloat16()
+    for transform in (TokenActNorm(D).bfloat16(), Tokenwise(ActNorm(D)).bfloat16()):
+        y, _ = transform(x)
+        torch.testing.assert_close(y.float().mean((0, 1)), torch.zeros(D), rtol=0, atol=0.05)
+        torch.testing.assert_close(transform.inverse(y)[0].float(), x.float(), rtol=0.02, atol=0.05)
+
+
+def test_log_determinants_are_added_up_in_single_precision():
+    flow = TransformFlow((N, D), [TokenActNorm, lambda width: FeedForwardCoupling(width, 8, kind="affine")], depth=20)
+    chain, x = flow._transform, torch.randn(3, N, D, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for p in chain.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    chain.eval().bfloat16()
+    total = torch.zeros(3)
+    y = x
+    for part in chain._transforms:
+        y, logabsdet = part(y)
+        total = total + logabsdet
+    assert chain(x)[1].dtype == chain.inverse(y)[1].dtype == torch.float32
+    torch.testing.assert_close(chain(x)[1], total)
+
+
+# -- context that nobody reads
+
+
+UNCONDITIONED = {
+    "AttentionFlow": lambda: AttentionFlow((N, D), depth=1, num_heads=2),
+    "TransformFlow": lambda: TransformFlow((N, D), [TokenActNorm, lambda width: InvertibleAttention(width, 2)]),
+}
+
+
+@pytest.mark.parametrize("make", UNCONDITIONED.values(), ids=UNCONDITIONED.keys())
+@pytest.mark.parametrize(
+    "context", [MASK.float(), torch.zeros(3, N, C), MASK.long()], ids=["float", "features", "long"]
+)
+def test_features_that_nobody_reads_are_refused(make, context):
+    flow, x = make(), torch.randn(3, N, D)
+    assert flow.log_prob(x, MASK).shape == (3,)
+    for call in (lambda: flow.log_prob(x, context), lambda: flow.sample(2, context)):
+        with pytest.raises(ValueError, match=r"a mask, which is boolean.*got torch\.\w+ of shape \[3, 5"):
+            call()
+
+
+def test_features_pass_where_something_may_read_them():
+    x, features = torch.randn(3, N, D), torch.randn(3, C)
+    TransformFlow((N, D), [lambda width: InvertibleAttention(width, 2, context_features=C)]).log_prob(x, features)
+    TransformFlow((N, D), [LULinear]).log_prob(x, features)  # of nflows, which cannot be asked
 
 
 # -- training

@@ -82,6 +82,12 @@ def test_text_and_plot_show_every_bound_and_a_bound_that_overflows_is_not_drawn(
     assert len(found.plot().patches) == len(found.local) + len(found.bounds) - len(infinite)
 
 
+@pytest.mark.parametrize("make", [*LAYERS.values(), lambda: L2SelfAttention(4, 2)], ids=[*LAYERS, "L2"])
+def test_tokens_of_another_width_are_refused_in_words(make):
+    with pytest.raises(ValueError, match=r"x must have shape \[batch, tokens, 4\]; got \[2, 5, 3\]"):
+        report(make(), tokens(features=3))
+
+
 def test_tokens_that_are_not_numbers_are_refused():
     with pytest.raises(ValueError, match="x must be finite"):
         report(torch.nn.MultiheadAttention(4, 2, batch_first=True), tokens() * math.nan)

@@ -99,6 +99,7 @@ def test_characters_are_recovered_without_an_error(text, tmp_path, monkeypatch, 
     recover.main([*arguments, "--characters", "100"])
     (row,) = read(tmp_path / "results" / "recover.csv")
     assert (row["characters"], row["wrong_single"], row["wrong_double"]) == ("112", "0", "0")
+    assert 0 < float(row["test_bpc"]) < 10
     assert float(row["certified_double"]) <= 1e-5 and float(row["error_double"]) < 1e-5
     assert (tmp_path / "figures" / "recover.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="characters must be at most the 141 of the test split"):

@@ -168,7 +168,9 @@ def test_predictions_add_up_to_the_loss(corpus, tmp_path):
 def test_samples_go_on_from_the_prompt(corpus, tmp_path):
     data = corpus()
     settings = {"batch_size": 2, "datamodule": data, "num_characters": 20}
-    (path,) = make().write_samples(tmp_path / "out.npz", num_samples=3, prompt="the company ", top_k=5, **settings)
+    with pytest.raises(ValueError, match=r"out must end in .txt, for samples of a language model are text; got x.npz"):
+        make().write_samples(Path("x.npz"), num_samples=1, **settings)
+    (path,) = make().write_samples(tmp_path / "out.txt", num_samples=3, prompt="the company ", top_k=5, **settings)
     texts = path.read_text().split(f"\n\n{'-' * 80}\n\n")
     assert path.suffix == ".txt" and len(texts) == 3
     assert all(text.startswith("the company ") for text in texts)

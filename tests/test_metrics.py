@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from flowattn import metrics
 from flowattn.metrics import Likelihood, lengths
 
 
@@ -43,10 +44,24 @@ def test_nothing_counted_gives_not_a_number():
     assert math.isnan(Likelihood(2).values()["nll"])
 
 
-def test_one_sequence_has_no_error_to_speak_of():
+def test_one_sequence_has_no_error():
     metric = Likelihood(2)
     metric.update(torch.tensor([-1.0]), torch.tensor([2]))
-    assert metric.values()["nll_error"] == 0
+    assert math.isnan(metric.values()["nll_error"]) and metric.values()["nll"] == 1
+    metric.update(torch.tensor([-3.0]), torch.tensor([2]))
+    assert metric.values()["nll_error"] == 1
+
+
+def test_counts_are_whole_numbers_and_sums_as_precise_as_the_device_allows(monkeypatch):
+    metric = Likelihood(2)
+    assert metric.count.dtype == metric.tokens.dtype == torch.long
+    assert metric.float().half().total.dtype == torch.float64
+    assert metrics._exact(torch.device("mps")) == torch.float32
+    monkeypatch.setattr(metrics, "_exact", lambda device: torch.float32 if device.type == "meta" else torch.float64)
+    metric.to("meta").reset()
+    for sums in (metric.total, metric.squares):
+        assert sums.device.type == "meta" and sums.dtype == torch.float32
+    assert metric.count.device.type == "meta" and metric.count.dtype == torch.long
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -232,6 +232,17 @@ def test_wrong_options_are_refused(options, message):
         make(**options)
 
 
+def test_embeddings_that_leave_no_parameters_are_named_as_the_cause():
+    with pytest.raises(ValueError, match=r"hidden must be given.*\d+ > \d+.*max_tokens=512, position='both'"):
+        CharTransformer(features=8, max_tokens=512, position="both", rung="l2_tied")
+    assert CharTransformer(features=8, max_tokens=512, position="both", rung="l2_tied", hidden=3).hidden_width == 3
+
+
+def test_the_trunk_adds_up_log_determinants_in_single_precision():
+    trunk = make(num_layers=1).trunk.bfloat16()
+    assert trunk(torch.randn(2, 3, 16, dtype=torch.bfloat16))[1].dtype == torch.float32
+
+
 def test_wrong_texts_are_refused():
     model = make()
     for characters in (torch.zeros(2, TOKENS + 1, dtype=torch.long), torch.zeros(2, 0, dtype=torch.long)):
@@ -247,6 +258,8 @@ def test_wrong_texts_are_refused():
         ({"temperature": -1.0}, "temperature"),
         ({"top_k": 51}, "top_k"),
         ({"num_characters": 0}, "num_characters"),
+        ({"num_symbols": 0}, "num_symbols must be a whole number of at least 1; got num_symbols=0"),
+        ({"num_symbols": -1}, "num_symbols must be"),
     ):
         with pytest.raises(ValueError, match=message):
             generate(model, text(1, 2), **{"num_characters": 3, **settings})

@@ -146,6 +146,7 @@ def test_context_of_any_size_keeps_the_bound():
         (lambda: InvertibleAttention(4, 2, position_bias="learned"), ValueError, "needs max_tokens"),
         (lambda: InvertibleAttention(4, 2, radius=-1.0), ValueError, "radius must be"),
         (lambda: InvertibleAttention(4, 2, norm="1"), ValueError, "norm must be one of"),
+        (lambda: InvertibleAttention(4, 2, lift=8, norm="2"), ValueError, "norm must be 'token' with a lift.*norm='2'"),
         (lambda: InvertibleFeedForward(4, 8, activation="relu"), ValueError, "activation must be one of"),
         (lambda: Declared(nn.Identity(), 3, bound=1.0), ValueError, "bound must be between 0 and 1; got bound=1.0"),
     ],
@@ -167,6 +168,16 @@ def test_a_map_that_is_not_scaled_to_be_a_contraction_is_refused_at_once(contrac
             p.mul_(10)
     with pytest.raises(ValueError, match="coefficient"):
         ResidualTransform(f)
+
+
+def test_a_map_that_is_a_contraction_of_few_tokens_only_is_refused_for_many():
+    f = L2SelfAttention(2, 1, coefficient=None)
+    with torch.no_grad():
+        f.B.mul_(0.9 / f.lipschitz_bound(1))
+    block = ResidualTransform(f)
+    assert block(torch.randn(3, 1, 2))[1].shape == (3,)
+    with pytest.raises(ValueError, match=r"bound below 1; got \d\.\d+ for num_tokens=20\. Give it a coefficient"):
+        block(torch.randn(3, 20, 2))
 
 
 @pytest.mark.parametrize("shape", [(5, 4), (3, 5, 3), (3, 5, 4, 1)])

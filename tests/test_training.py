@@ -2,13 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from nflows.transforms import LULinear
 from torch import nn
 
+from flowattn.data.arrays import ArraySequences
 from flowattn.data.batch import Batch
-from flowattn.flows import AttentionFlow, TransformFlow
+from flowattn.data.gaussian import helmert
+from flowattn.flows import AttentionFlow, ParticleFlow, TransformFlow
 from flowattn.logdet import ExactLogDet, PowerSeries, RussianRoulette
 from flowattn.training import EMA, DensityModule, NotFinite, SequenceTrainer, WarmupCosine
 from flowattn.training.checkpoint_io import CheckpointError, read_checkpoint, write_checkpoint
@@ -41,6 +44,58 @@ def test_densities_are_in_the_units_of_the_data():
     samples = module.sample(2000)
     assert samples.mean((0, 1)).tolist() == pytest.approx([5, -100], rel=0.05)
     assert not samples.requires_grad
+
+
+@pytest.fixture
+def mean_free_file(tmp_path):
+    """Systems of three particles in the plane, centred, and ten times as wide along one axis as along the other."""
+    inputs = torch.randn(400, 3, 2, dtype=torch.float64) * torch.tensor([10.0, 1.0])
+    np.save(tmp_path / "systems.npy", (inputs - inputs.mean(1, keepdim=True)).numpy())
+    return ArraySequences(str(tmp_path / "systems.npy"), batch_size=8)
+
+
+def test_the_density_of_ones_own_particles_is_one_of_the_mean_free_space(mean_free_file, tmp_path):
+    module = DensityModule(lambda shape: ParticleFlow(shape, depth=1), (3, 2))
+    trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(module, datamodule=mean_free_file)
+    module.eval().double()
+    scale = module.standardize.scale
+    assert scale[0] == scale[1] and scale[0] > 3 and module.standardize.mean.eq(0).all()
+    # In orthonormal coordinates of the four dimensions, a density and its sampler agree: E_p[q / p] = 1.
+    deviation = 1.3 * scale[0]
+    u = deviation * torch.randn(20_000, 2, 2, dtype=torch.float64)
+    log_q = torch.distributions.Normal(0, deviation).log_prob(u).sum((1, 2))
+    with torch.no_grad():
+        weights = (module.log_prob(helmert(3).T @ u) - log_q).exp()
+        turned = module.log_prob(helmert(3).T @ u[:5].flip(2))
+    assert abs(weights.mean() - 1) < 4 * weights.std() / 20_000**0.5
+    torch.testing.assert_close(turned, module.log_prob(helmert(3).T @ u[:5]))
+
+
+def test_the_references_of_ones_own_particles_are_of_the_same_space(mean_free_file, tmp_path):
+    module = DensityModule(lambda shape: ParticleFlow(shape, depth=1), (3, 2))
+    trainer(tmp_path).test(module, datamodule=mean_free_file, ckpt_path=None)
+    assert "Gaussian, full covariance" in (tmp_path / "test.csv").read_text()
+    batch = mean_free_file.split("test").all()
+    nll = -mean_free_file.references(mean_free=True)["Gaussian, full covariance"](batch).mean().item()
+    assert nll == pytest.approx(2 * math.log(2 * math.pi * math.e) + 2 * math.log(10), abs=0.6)
+
+
+def test_a_context_that_the_flow_would_not_look_at_is_refused(tmp_path):
+    np.savez(tmp_path / "a.npz", inputs=torch.randn(40, 4, 2).numpy(), context=torch.randn(40, 3).numpy())
+    data = ArraySequences(str(tmp_path / "a.npz"), batch_size=8)
+    blind, seeing = small_flow, lambda shape: small_flow(shape, context_features=3)
+    trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(DensityModule(seeing, (4, 2)), datamodule=data)
+    message = "AttentionFlow must take the context of ArraySequences, which is 3 wide; got context_features=None"
+    for flow in (blind, lambda shape: TransformFlow(shape, [lambda features: InvertibleAttention(features, 1)])):
+        with pytest.raises(ValueError, match=message.replace("AttentionFlow", r"\w+")):
+            trainer(tmp_path, max_steps=1).fit(DensityModule(flow, (4, 2)), datamodule=data)
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path).predict(DensityModule(blind, (4, 2)), datamodule=data, ckpt_path=None)
+
+
+def test_an_average_is_refused_by_the_name_the_user_gave_it():
+    with pytest.raises(ValueError, match="ema must be between 0 and 1, or None for no average; got ema=3"):
+        DensityModule(small_flow, (4, 2), ema=3)
 
 
 def test_samples_with_a_context_are_one_for_each_row():

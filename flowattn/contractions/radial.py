@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from flowattn.checks import check_positive
+from flowattn.checks import check_positive, check_positive_number
 from flowattn.contractions.base import Contraction
 from flowattn.contractions.blocks import DenseBlocks, TokenBlocks
 from flowattn.lipschitz.norms import Norm
@@ -36,8 +36,7 @@ class Profile(nn.Module):
         check_positive(num_knots=num_knots)
         if num_knots < 2:
             raise ValueError(f"num_knots must be at least 2; got num_knots={num_knots}.")
-        if not 0 < reach < math.inf:
-            raise ValueError(f"reach must be a positive number; got reach={reach}.")
+        check_positive_number(reach=reach)
         self.spacing = reach / (num_knots - 1)
         self.free_slopes = nn.Parameter(0.1 * torch.randn(num_knots))
 

@@ -28,6 +28,8 @@ class ArraySequences(SequenceData):
     it, that column only, because the longest sequence must be known. Rows of a sequence must follow one another, in
     the order of its tokens.
 
+    Predictions are numbered by the rows of the file, whatever split they are of.
+
     Values are kept in float32 and in the units of the file. A file with a value that is missing, infinite, no number
     or out of the range of float32 is refused, and so is a feature that never changes, or that float32 cannot resolve.
 
@@ -101,6 +103,10 @@ class ArraySequences(SequenceData):
         sizes = {name: max(1, round(fraction * len(whole))) for name, fraction in self.fractions.items()}
         sizes = {"train": len(whole) - sum(sizes.values()), **sizes}
         if sizes["train"] < 1:
-            raise ValueError(f"{self.path} must hold at least 3 sequences, for train, val and test; got {len(whole)}.")
+            raise ValueError(
+                f"val_fraction and test_fraction must leave a sequence to train on of the {len(whole)} in {self.path}; "
+                f"got val_fraction={self.fractions['val']}, which is {sizes['val']} of them, and test_fraction="
+                f"{self.fractions['test']}, which is {sizes['test']}."
+            )
         order = torch.randperm(len(whole), generator=generator(self.seed)).split(list(sizes.values()))
         return {name: whole.subset(rows) for name, rows in zip(sizes, order, strict=True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from flowattn.checks import check_choice, check_positive
 from flowattn.data.batch import Batch, Sequences, generator
-from flowattn.data.gaussian import Gaussian
+from flowattn.data.gaussian import Gaussian, mean_free_coordinates
 from flowattn.data.loader import Loader
 from flowattn.data.pictures import draw_sequences
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "Loader", "SequenceData", "Sequences", "generator"]
 
 Split = Literal["train", "val", "test"]
+SplitOrAll = Literal["train", "val", "test", "all"]
 SPLITS = ("train", "val", "test")
 
 
@@ -38,7 +40,8 @@ class SequenceData(LightningDataModule, ABC):
     Args:
         batch_size: the number of sequences in a batch of training, on each device.
         eval_batch_size: the same for evaluation; None for `batch_size`.
-        predict_split: the split that `predict` goes through.
+        predict_split: the split that `predict` goes through; "all" for every sequence, in the order of the user's file
+            where there is one, and otherwise one split after another.
         seed: of the order of batches, and of whatever a subclass draws or generates.
     """
 
@@ -46,24 +49,24 @@ class SequenceData(LightningDataModule, ABC):
         self,
         batch_size: int = 128,
         eval_batch_size: int | None = None,
-        predict_split: Split = "test",
+        predict_split: SplitOrAll = "test",
         seed: int = 0,
     ) -> None:
         super().__init__()
         check_positive(batch_size=batch_size)
         if eval_batch_size is not None:
             check_positive(eval_batch_size=eval_batch_size)
-        check_choice("predict_split", predict_split, SPLITS)
+        check_choice("predict_split", predict_split, (*SPLITS, "all"))
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"seed must be a whole number of at least 0; got seed={seed!r}.")
         # In evaluation, a rank to which no sequence falls waits for the others.
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self.batch_size = batch_size
         self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
-        self.predict_split: Split = predict_split
+        self.predict_split: SplitOrAll = predict_split
         self.seed = seed
         self._splits: dict[str, Sequences] | None = None
-        self._references: dict[str, Callable[[Batch], Tensor]] | None = None
+        self._references: dict[bool, dict[str, Callable[[Batch], Tensor]]] = {}
 
     @property
     @abstractmethod
@@ -100,18 +103,23 @@ class SequenceData(LightningDataModule, ABC):
         assert self._splits is not None
         return self._splits[name]
 
+    def whole(self) -> Sequences:
+        """All splits together, in the order of the user's file where there is one."""
+        return Sequences.join([self.split(name) for name in ("train", "val", "test")])
+
     def train_dataloader(self) -> Loader:
         overfit = getattr(self.trainer, "overfit_batches", 0) > 0
-        return self._loader("train", self.batch_size, shuffle=not overfit)
+        return self._loader(self.split("train"), self.batch_size, shuffle=not overfit)
 
     def val_dataloader(self) -> Loader:
-        return self._loader("val", self.eval_batch_size)
+        return self._loader(self.split("val"), self.eval_batch_size)
 
     def test_dataloader(self) -> Loader:
-        return self._loader("test", self.eval_batch_size)
+        return self._loader(self.split("test"), self.eval_batch_size)
 
     def predict_dataloader(self) -> Loader:
-        return self._loader(self.predict_split, self.eval_batch_size)
+        chosen = self.whole() if self.predict_split == "all" else self.split(self.predict_split)
+        return self._loader(chosen, self.eval_batch_size)
 
     def moments(self) -> tuple[Float[Tensor, " features"], Float[Tensor, " features"]]:
         """The mean and the standard deviation of each feature over the real tokens of the train split."""
@@ -134,18 +142,29 @@ class SequenceData(LightningDataModule, ABC):
         """The entropy of a sequence in nats and its standard error, where it is known."""
         return None
 
-    def references(self) -> dict[str, Callable[[Batch], Tensor]]:
+    def references(self, mean_free: bool = False) -> dict[str, Callable[[Batch], Tensor]]:
         """Log-densities of each sequence under simple models fitted on the train split, by name.
 
         Gaussians of whole sequences; of tokens, one like the other, where lengths vary. The one with the full
         covariance is missing where the train split is too small or too degenerate to have one.
+
+        Args:
+            mean_free: whether they are to be densities on the space in which the tokens of a sequence add up to zero;
+                there are none of sequences with a mask then.
         """
-        if self._references is None:
+        if mean_free not in self._references:
             train = self.split("train")
-            self._references = {"Gaussian, diagonal": Gaussian.fit(train, diagonal=True)}
+            if mean_free and train.mask is not None:
+                return {}
+            train = mean_free_coordinates(train.inputs) if mean_free else train
+            found = {"Gaussian, diagonal": Gaussian.fit(train, diagonal=True)}
             if Gaussian.has_full_covariance(train):
-                self._references["Gaussian, full covariance"] = Gaussian.fit(train)
-        return self._references
+                found["Gaussian, full covariance"] = Gaussian.fit(train)
+            self._references[mean_free] = {
+                name: functools.partial(_mean_free, gaussian) if mean_free else gaussian
+                for name, gaussian in found.items()
+            }
+        return self._references[mean_free]
 
     def labels(self, split: Split) -> Int[Tensor, " sequences"] | None:
         """1 for each anomalous sequence of a split, 0 for the others, where a module has them."""
@@ -155,6 +174,10 @@ class SequenceData(LightningDataModule, ABC):
         """A picture of data beside samples."""
         return draw_sequences(data, samples)
 
-    def _loader(self, name: Split, batch_size: int, shuffle: bool = False) -> Loader:
+    def _loader(self, sequences: Sequences, batch_size: int, shuffle: bool = False) -> Loader:
         rank, num_ranks = (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
-        return Loader(self.split(name), batch_size, shuffle, self.seed, rank, num_ranks)
+        return Loader(sequences, batch_size, shuffle, self.seed, rank, num_ranks)
+
+
+def _mean_free(gaussian: Gaussian, batch: Batch) -> Tensor:
+    return gaussian(mean_free_coordinates(batch.inputs).all())

@@ -15,7 +15,7 @@ from flowattn.context import pack_context, zero_padding
 
 
 class Batch(NamedTuple):
-    """Sequences, what a flow needs to know beside them, and their rows in the split they come from."""
+    """Sequences, what a flow needs to know beside them, and their rows in the file or the split they come from."""
 
     inputs: Float[Tensor, "batch tokens features"]
     context: Tensor | None  # packed as `flowattn.context` says
@@ -31,6 +31,7 @@ class Sequences(Dataset):
         inputs: the sequences; padding may hold anything.
         mask: True at real tokens; None when all are.
         context: features to condition on, of each sequence or of each token; None for none.
+        file_rows: which rows of a file the sequences are, where they come from one; None to count them.
 
     Example:
         >>> split = Sequences(torch.arange(6.0).reshape(3, 2, 1))
@@ -44,6 +45,7 @@ class Sequences(Dataset):
         inputs: Float[Tensor, "sequences tokens features"],
         mask: Bool[Tensor, "sequences tokens"] | None = None,
         context: Float[Tensor, "sequences *tokens width"] | None = None,
+        file_rows: Int[Tensor, " sequences"] | None = None,
     ) -> None:
         if inputs.ndim != 3 or not inputs.is_floating_point():
             raise ValueError(
@@ -70,7 +72,7 @@ class Sequences(Dataset):
                 f"[sequences, tokens] = {list(inputs.shape[:2])}; got {list(context.shape)}."
             )
         pack_context(context, mask)  # refuses what no batch could carry
-        self.inputs, self.mask, self.context = inputs, mask, context
+        self.inputs, self.mask, self.context, self.file_rows = inputs, mask, context, file_rows
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -80,16 +82,26 @@ class Sequences(Dataset):
         return self.batch(torch.tensor([range(len(self))[index]]))
 
     def batch(self, indices: Int[Tensor, " batch"]) -> Batch:
-        """The sequences in these rows, by one indexing for all."""
-        mask = None if self.mask is None else self.mask[indices]
-        context = None if self.context is None else self.context[indices]
-        return Batch(self.inputs[indices], pack_context(context, mask), indices)
+        """The sequences at these places of the split, by one indexing for all."""
+        inputs, mask, context, rows = self._take(indices)
+        return Batch(inputs, pack_context(context, mask), rows)
 
-    def subset(self, indices: Int[Tensor, " rows"]) -> Sequences:
-        """The split of these rows only."""
-        mask = None if self.mask is None else self.mask[indices]
-        context = None if self.context is None else self.context[indices]
-        return Sequences(self.inputs[indices], mask, context)
+    def subset(self, indices: Int[Tensor, " places"]) -> Sequences:
+        """The split of these only; they stay the rows that they were."""
+        return Sequences(*self._take(indices))
+
+    @classmethod
+    def join(cls, parts: list[Sequences]) -> Sequences:
+        """The sequences of several splits: in the order of the file they come from, or else one split after another."""
+        inputs = torch.cat([part.inputs for part in parts])
+        masks = [
+            part.inputs.new_ones(part.inputs.shape[:2]).bool() if part.mask is None else part.mask for part in parts
+        ]
+        mask = None if all(part.mask is None for part in parts) else torch.cat(masks)
+        contexts = [part.context for part in parts if part.context is not None]
+        rows = [part.file_rows for part in parts if part.file_rows is not None]
+        whole = cls(inputs, mask, torch.cat(contexts) if contexts else None, torch.cat(rows) if rows else None)
+        return whole if whole.file_rows is None else whole.subset(whole.file_rows.argsort())
 
     def all(self) -> Batch:
         """The whole split as one batch."""
@@ -98,6 +110,12 @@ class Sequences(Dataset):
     def tokens(self) -> Float[Tensor, "real features"]:
         """All real tokens of all sequences, in order."""
         return self.inputs.flatten(0, 1) if self.mask is None else self.inputs[self.mask]
+
+    def _take(self, indices: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        """Inputs, mask, context and rows at these places."""
+        mask = None if self.mask is None else self.mask[indices]
+        context = None if self.context is None else self.context[indices]
+        return self.inputs[indices], mask, context, indices if self.file_rows is None else self.file_rows[indices]
 
 
 def generator(seed: int, *keys: int) -> torch.Generator:

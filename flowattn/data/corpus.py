@@ -40,8 +40,8 @@ class CharCorpus(LightningDataModule):
 
     Args:
         path: a folder with the Penn Treebank, a text file in UTF-8, or None.
-        download: whether to fetch the Penn Treebank into `path` if it is not there. Its licence is the reader's
-            business.
+        download: whether to fetch the Penn Treebank into `path` if it is not there and no file of another text is. Its
+            licence is the reader's business.
         url: the folder to fetch it from.
         mode: "stream" goes on over the ends of lines, as the standard count has it; "lines" takes each line by
             itself and leaves out those of more than 288 characters, which makes other, incomparable numbers.
@@ -108,8 +108,7 @@ class CharCorpus(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Fetches the files and writes the symbols, in one process."""
-        if self.download:
-            assert self.path is not None
+        if self.download and self.path is not None and not self.path.is_file():
             fetch_penn_treebank(self.path, self.url)
         open_text(self.path, self.cache)
 

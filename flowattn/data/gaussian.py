@@ -88,6 +88,24 @@ class Gaussian:
         return -sum_over_tokens(terms, None if whole else mask)
 
 
+def helmert(num_tokens: int) -> Float[Tensor, "less tokens"]:
+    r"""An orthonormal basis of the vectors of N numbers that add up to zero: N - 1 rows, in double precision.
+
+    Example:
+        >>> helmert(2)
+        tensor([[ 0.7071, -0.7071]], dtype=torch.float64)
+    """
+    k = torch.arange(1, num_tokens, dtype=torch.float64).unsqueeze(1)
+    column = torch.arange(num_tokens)
+    rows = torch.where(column < k, 1.0, torch.where(column == k, -k, 0.0))
+    return rows / (k * (k + 1)).sqrt()
+
+
+def mean_free_coordinates(inputs: Float[Tensor, "sequences tokens features"]) -> Sequences:
+    """Sequences whose tokens add up to zero, in orthonormal coordinates [N - 1, D] of the space of such sequences."""
+    return Sequences(torch.einsum("kn,bnd->bkd", helmert(inputs.shape[1]).to(inputs), inputs))
+
+
 def _rows(train: Sequences) -> Tensor:
     return train.inputs.flatten(1) if train.mask is None else train.tokens()
 

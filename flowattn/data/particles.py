@@ -19,10 +19,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowattn.checks import check_positive
-from flowattn.data.base import SPLITS, SequenceData, Split
+from flowattn.data.base import SPLITS, SequenceData, SplitOrAll
 from flowattn.data.batch import Batch, Sequences, generator
 from flowattn.data.chains import anneal_estimate, rotations, sample
-from flowattn.data.gaussian import Gaussian
 from flowattn.data.loader import Loader
 from flowattn.data.potentials import Potential, centred, double_well, lennard_jones, pair_distances
 
@@ -59,7 +58,7 @@ class Particles(SequenceData):
         num_test: int = 20_000,
         batch_size: int = 512,
         eval_batch_size: int | None = 2000,
-        predict_split: Split = "test",
+        predict_split: SplitOrAll = "test",
         seed: int = 0,
         rotate: bool = True,
         num_walkers: int = 5000,
@@ -106,19 +105,12 @@ class Particles(SequenceData):
         )
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Zeros and ones: whoever scales N tokens counts N of them, where the mean-free space has N - 1."""
+        """Zeros and ones: flows of particles have a `scale` of their own, and their results are measured with it."""
         return torch.zeros(self.shape[1]), torch.ones(self.shape[1])
 
-    def references(self) -> dict[str, Callable[[Batch], Tensor]]:
-        """Gaussians on the mean-free space."""
-        if self._references is None:
-            train = Sequences(self._coordinates(self.split("train").inputs))
-            names = {"Gaussian, diagonal": True, "Gaussian, full covariance": False}
-            self._references = {
-                name: functools.partial(self._reference, Gaussian.fit(train, diagonal=diagonal))
-                for name, diagonal in names.items()
-            }
-        return self._references
+    def references(self, mean_free: bool = True) -> dict[str, Callable[[Batch], Tensor]]:
+        """Gaussians on the mean-free space, where these systems are."""
+        return super().references(mean_free=True)
 
     def draw(self, data: Batch, samples: Float[Tensor, "samples tokens features"]) -> Figure:
         """Histograms of pair distances and of energies, of data and of samples."""
@@ -144,13 +136,6 @@ class Particles(SequenceData):
             axes.set_ylabel("density")
         left.legend()
         return figure
-
-    def _reference(self, gaussian: Gaussian, batch: Batch) -> Tensor:
-        return gaussian(Sequences(self._coordinates(batch.inputs)).all())
-
-    def _coordinates(self, x: Tensor) -> Tensor:
-        """Orthonormal coordinates [B, N - 1, D] of the mean-free space."""
-        return torch.einsum("kn,bnd->bkd", helmert(self.shape[0]).to(x), x)
 
     def _samples(self, split: str) -> Tensor:
         num_walkers = min(self.num_walkers, self.sizes[split])
@@ -267,19 +252,6 @@ class _TurningLoader(Loader):
             stream = generator(self.seed, self._epoch, self._position)
             turns = rotations(self.batch_size * self.num_ranks, batch.inputs.shape[-1], stream)
             yield batch._replace(inputs=batch.inputs @ turns[self.rank :: self.num_ranks].to(batch.inputs))
-
-
-def helmert(num_particles: int) -> Float[Tensor, "less particles"]:
-    r"""An orthonormal basis of the vectors of N numbers that add up to zero: N - 1 rows, in double precision.
-
-    Example:
-        >>> helmert(2)
-        tensor([[ 0.7071, -0.7071]], dtype=torch.float64)
-    """
-    k = torch.arange(1, num_particles, dtype=torch.float64).unsqueeze(1)
-    column = torch.arange(num_particles)
-    rows = torch.where(column < k, 1.0, torch.where(column == k, -k, 0.0))
-    return rows / (k * (k + 1)).sqrt()
 
 
 def cached(path: Path, make: Callable[[], Tensor]) -> Tensor:

@@ -84,7 +84,8 @@ def show(title: str, rows: Sequence[Row]) -> None:
     table = Table(*(name.replace("_", " ") for name in rows[0]), title=title)
     for row in rows:
         table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(table)  # a file has no edge to wrap at
 
 
 def main(arguments: Sequence[str] = ()) -> None:

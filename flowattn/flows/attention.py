@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
-import torch
 from nflows.flows import Flow
-from nflows.transforms import CompositeTransform, LULinear
-from torch import Tensor
+from nflows.transforms import LULinear
 
 from flowattn.checks import check_choice, check_positive
 from flowattn.distributions import SequenceNormal
+from flowattn.flows.features import NoFeatures
 from flowattn.logdet import LogDet
 from flowattn.transforms import (
+    Chain,
     FeedForwardCoupling,
     InvertibleAttention,
     InvertibleFeedForward,
@@ -34,11 +34,13 @@ class AttentionFlow(Flow):
     Args:
         event_shape: largest number N of tokens, and their width D.
         depth: number of blocks.
-        num_heads: heads of each attention.
+        num_heads: heads of each attention. Unless given 4, or as many below as divide the width of a token, or of a
+            lifted one, where head_features does not say how wide they are.
         hidden: width inside the feed-forward parts.
         lift: width that narrow tokens are lifted to inside attention, or None.
         head_features: width of a head; that of a token, or of a lifted one, over num_heads unless given.
-        feed_forward: "contractive" (`InvertibleFeedForward`), "coupling" (`FeedForwardCoupling`), or "both".
+        feed_forward: "contractive" (`InvertibleFeedForward`), "coupling" (`FeedForwardCoupling`), or "both". Unless
+            given both, but for tokens of one feature, which no coupling can split.
         causal: whether a token sees only itself and those before it; the log-determinant is then exact at any length.
         position_bias: None, "alibi" or "learned".
         radius: None, a number or "learned": the ball that heads map tokens into.
@@ -60,11 +62,11 @@ class AttentionFlow(Flow):
         event_shape: Sequence[int],
         *,
         depth: int = 4,
-        num_heads: int = 4,
+        num_heads: int | None = None,
         hidden: int = 64,
         lift: int | None = None,
         head_features: int | None = None,
-        feed_forward: Literal["contractive", "coupling", "both"] = "both",
+        feed_forward: Literal["contractive", "coupling", "both"] | None = None,
         causal: bool = False,
         position_bias: Literal["alibi", "learned"] | None = None,
         radius: float | Literal["learned"] | None = "learned",
@@ -74,8 +76,17 @@ class AttentionFlow(Flow):
     ) -> None:
         base = SequenceNormal(event_shape)
         tokens, features = base.max_tokens, base.features
+        if num_heads is None:
+            num_heads = 4 if head_features is not None else _divisor(features if lift is None else lift, most=4)
+        if feed_forward is None:
+            feed_forward = "both" if features > 1 else "contractive"
         check_positive(depth=depth, num_heads=num_heads, hidden=hidden)
         check_choice("feed_forward", feed_forward, ("contractive", "coupling", "both"))
+        if feed_forward != "contractive" and features == 1:
+            raise ValueError(
+                f"feed_forward must be 'contractive' for tokens of one feature, which no coupling can split; "
+                f"got feed_forward={feed_forward!r}."
+            )
         blocks = []
         for _ in range(depth):
             blocks += [
@@ -101,17 +112,9 @@ class AttentionFlow(Flow):
                 blocks.append(
                     InvertibleFeedForward(features, hidden, coefficient=coefficient, context_features=context_features)
                 )
-        super().__init__(_Composite(blocks), base)
+        super().__init__(Chain(blocks), base, NoFeatures() if context_features is None else None)
 
 
-class _Composite(CompositeTransform):
-    """One transform after the other. Log-determinants are added up in at least float32, which nflows' own does not."""
-
-    @staticmethod
-    def _cascade(inputs: Tensor, funcs: Iterable[Callable[..., Any]], context: Tensor | None) -> tuple[Tensor, Tensor]:
-        outputs = inputs
-        total = inputs.new_zeros(len(inputs), dtype=torch.promote_types(inputs.dtype, torch.float32))
-        for func in funcs:
-            outputs, logabsdet = func(outputs, context)
-            total = total + logabsdet
-        return outputs, total
+def _divisor(width: int, most: int) -> int:
+    """The largest divisor of the width that is at most so large."""
+    return next(number for number in range(most, 0, -1) if width % number == 0)

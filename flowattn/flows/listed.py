@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from nflows.flows import Flow
-from nflows.transforms import CompositeTransform
 from nflows.transforms.base import Transform
 
 from flowattn.checks import check_positive
 from flowattn.distributions import SequenceNormal
-from flowattn.transforms import Tokenwise
+from flowattn.flows.features import NoFeatures
+from flowattn.transforms import Chain, Tokenwise
+from flowattn.transforms.base import TwoWayTransform
 
 
 class TransformFlow(Flow):
@@ -41,4 +42,9 @@ class TransformFlow(Flow):
             raise ValueError("transforms must have at least one entry; got none.")
         made = [make(base.features) for _ in range(depth) for make in transforms]
         parts = [Tokenwise(part) if type(part).__module__.startswith("nflows.") else part for part in made]
-        super().__init__(CompositeTransform(parts), base)
+        super().__init__(Chain(parts), base, None if any(map(_may_read_features, parts)) else NoFeatures())
+
+
+def _may_read_features(part: Transform) -> bool:
+    """Whether features in a context may have a reader; what is not ours cannot be asked."""
+    return isinstance(part, Tokenwise) or not isinstance(part, TwoWayTransform) or part.context_features is not None

@@ -6,18 +6,19 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from nflows.flows import Flow
-from nflows.transforms import CompositeTransform
 from nflows.transforms.base import Transform
 from torch import Tensor
 
-from flowattn.checks import can_look, check_positive
+from flowattn.checks import can_look, check_positive, check_positive_number
+from flowattn.context import refuse_mask, split_context
 from flowattn.contractions.centred import Centred, centre
 from flowattn.contractions.radial import CentralForces, PairForces
 from flowattn.distributions import SequenceNormal
+from flowattn.flows.features import NoFeatures
 from flowattn.logdet import LogDet
-from flowattn.transforms import ResidualTransform
-from flowattn.transforms.centred import CentredAttention, CentredFeedForward, CentredLinear
+from flowattn.transforms import CentredAttention, CentredFeedForward, CentredLinear, Chain, ResidualTransform
 
 
 class MeanFreeNormal(SequenceNormal):
@@ -25,7 +26,8 @@ class MeanFreeNormal(SequenceNormal):
 
     .. math:: \log p(X) = -\tfrac12 \bigl( \|X\|^2 + (N - 1) D \log 2\pi \bigr)
 
-    It is a density with respect to volume in the mean-free space. Sequences outside have none, and are refused.
+    It is a density with respect to volume in the mean-free space. Sequences outside have none, and are refused, as are
+    masks: all sequences have N tokens.
 
     Args:
         event_shape: the number N of tokens, at least 2, and their width D.
@@ -45,22 +47,36 @@ class MeanFreeNormal(SequenceNormal):
             raise ValueError(f"event_shape must have at least 2 tokens; got {tuple(event_shape)}.")
 
     def _log_prob(self, inputs: Tensor, context: Tensor | None) -> Tensor:
-        if inputs.shape[1:] != (self.max_tokens, self.features):
-            raise ValueError(
-                f"systems must have shape [batch, {self.max_tokens}, {self.features}]; got {list(inputs.shape)}."
-            )
-        if can_look():
-            offset = inputs.detach().mean(1).abs().amax()
-            if not offset <= 1e-3 * (1 + inputs.detach().abs().amax()):
-                raise ValueError(
-                    f"the tokens of each sequence must add up to zero; got a sequence whose mean is {offset:.2g} away. "
-                    "Subtract it."
-                )
         logarithm = super()._log_prob(inputs, context)
+        refuse_mask(split_context(context, inputs)[1])
+        if can_look():
+            _check_mean_free(inputs.detach())
         return logarithm + 0.5 * self.features * math.log(2 * math.pi)
+
+    def _sample(self, num_samples: int, context: Tensor | None) -> Tensor:
+        if context is not None:
+            refuse_mask(split_context(context, self._blank(context))[1])
+        return super()._sample(num_samples, context)
 
     def _noise(self, num_samples: int, num_tokens: int) -> Tensor:
         return centre(super()._noise(num_samples, num_tokens))
+
+    def _check(self, shape: torch.Size) -> None:
+        if len(shape) != 3 or shape[1:] != (self.max_tokens, self.features):
+            raise ValueError(f"systems must have shape [batch, {self.max_tokens}, {self.features}]; got {list(shape)}.")
+
+
+def _check_mean_free(inputs: Tensor) -> None:
+    """Raises at a sequence whose mean is further from zero than rounding takes it, beside its own largest entry."""
+    rounding = max(1e-3, 4 * torch.finfo(inputs.dtype).eps)
+    offset = inputs.to(torch.promote_types(inputs.dtype, torch.float32)).mean(1).abs().amax(1)
+    bad = ~(offset <= rounding * (1 + inputs.abs().amax((1, 2))))
+    if bad.any():
+        index = int(bad.nonzero()[0])
+        raise ValueError(
+            f"the tokens of each sequence must add up to zero; got a mean that is {offset[index].item():.2g} away from "
+            f"it in sequence {index}. Subtract it."
+        )
 
 
 class ParticleFlow(Flow):
@@ -105,8 +121,7 @@ class ParticleFlow(Flow):
         base = MeanFreeNormal(event_shape)
         features = base.features
         check_positive(depth=depth)
-        if not 0 < scale < math.inf:
-            raise ValueError(f"scale must be a positive number; got scale={scale}.")
+        check_positive_number(scale=scale)
         turns = num_heads is None and hidden is None
         profile = {"num_knots": num_knots, "reach": reach}
         blocks: list[Transform] = []
@@ -127,4 +142,4 @@ class ParticleFlow(Flow):
             if hidden is not None:
                 blocks.append(CentredFeedForward(features, hidden, coefficient=coefficient, logdet=logdet))
         blocks.append(CentredLinear(features, isotropic=turns))
-        super().__init__(CompositeTransform(blocks), base)
+        super().__init__(Chain(blocks), base, NoFeatures())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowattn.checks import check_positive, without_autocast
+from flowattn.checks import check_positive, check_positive_number, without_autocast
 from flowattn.contractions import Contraction
 from flowattn.inverse.iteration import InverseNotConverged, Iterated, Solution, iterate, lipschitz_of
 from flowattn.inverse.steps import AndersonStep, NewtonStep, PlainStep, Step
@@ -48,8 +48,8 @@ class Solver:
 
     def __post_init__(self) -> None:
         check_positive(max_steps=self.max_steps)
-        if self.tolerance is not None and not 0 < self.tolerance < math.inf:
-            raise ValueError(f"tolerance must be a positive number; got tolerance={self.tolerance}.")
+        if self.tolerance is not None:
+            check_positive_number(tolerance=self.tolerance)
         if self.history < 0:
             raise ValueError(f"history must be at least 0; got history={self.history}.")
 

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flowattn.checks import check_tokens
 from flowattn.lipschitz.dot_product import ball_bound, published_ball_bound, published_mean_field_bound
 from flowattn.lipschitz.dot_product_at import attention_matrix_bound, local_bound
 from flowattn.lipschitz.heads import DotProductHeads
@@ -109,11 +110,13 @@ def report(
         >>> [bound.name for bound in report(layer, torch.randn(2, 3, 4), norms=["token"]).bounds]
         ['covariances', 'ball']
     """
-    heads = None
+    heads, known = None, DotProductHeads.of(module)
+    width = getattr(module, "features", None) if known is None else known.query.shape[-1]
+    if call is None and isinstance(width, int):
+        check_tokens("x", x, width)
     with _evaluating(module), sdpa_kernel(SDPBackend.MATH):
         f = _as_map(module, call)
         local: dict[Norm, float] = {norm: local_lipschitz(f, x, norm).amax().item() for norm in norms}
-        known = DotProductHeads.of(module)
         if known is not None:
             heads = _confirmed(known.to(torch.float64), f, x)
     bounds, note = [], "No bound is known for such a layer."

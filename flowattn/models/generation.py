@@ -53,6 +53,8 @@ def generate(
         True
     """
     check_positive(num_characters=num_characters)
+    if num_symbols is not None:
+        check_positive(num_symbols=num_symbols)
     if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(f"prompt must have shape [texts, characters] with a character at least; got {prompt.shape}.")
     if not 0 <= temperature < math.inf:

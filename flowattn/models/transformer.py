@@ -57,7 +57,7 @@ class CharTransformer(nn.Module):
         between: of the invertible rung, what surrounds attention: "linear", "actnorm" or "none".
         radius: of the last two rungs, the balls of `L2SelfAttention`.
         norm_start: of the last two rungs, the weight of half of the features in the learned norm, at the start;
-            None leaves the norm as it is.
+            None leaves the norm as it is, and so does between="none", which has no place for one.
         coefficient: the Lipschitz constant of contractions.
         dropout: outside the trunk, of what is read out.
 
@@ -256,4 +256,12 @@ def _matching_width(rung: Rung, given: dict[str, Any], own: dict[str, Any]) -> i
     with torch.random.fork_rng(devices=[]):  # counting must not change what is drawn next
         most = CharTransformer(rung="dot_product", **baseline).num_parameters
         one, two = (CharTransformer(rung=rung, hidden=width, **given, **own).num_parameters for width in (1, 2))
-    return 1 + (most - one) // (two - one)
+    widest = 1 + (most - one) // (two - one)
+    if widest < 1:
+        raise ValueError(
+            f"hidden must be given, because no width gives rung={rung!r} as few parameters as dot-product attention "
+            f"with relative positions; got {one} > {most} at width 1 with features={given['features']}, max_tokens="
+            f"{given['max_tokens']}, position={given['position']!r}. Embeddings of positions are max_tokens * features "
+            "numbers."
+        )
+    return widest

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from nflows.transforms import CompositeTransform, LULinear
+from nflows.transforms import LULinear
 from nflows.transforms.base import Transform
 from torch import Tensor, nn
 
@@ -15,6 +15,7 @@ from flowattn.contractions import L2SelfAttention
 from flowattn.inverse import Solver
 from flowattn.models.attention import extend_contraction, split_gains
 from flowattn.transforms import (
+    Chain,
     FeedForwardCoupling,
     InvertibleFeedForward,
     ResidualTransform,
@@ -65,7 +66,7 @@ class ResidualTrunk(nn.Module):
         return [(f, one, lambda x, two=two, g=g: x + g(two(x))) for f, one, two, g in triples]  # type: ignore[misc]
 
 
-class InvertibleTrunk(CompositeTransform):
+class InvertibleTrunk(Chain):
     r"""Layers of invertible transforms, for tokens that each see themselves and those before them.
 
     A layer is a linear map, contractive attention, a linear map again, and the feed-forward part. The two maps

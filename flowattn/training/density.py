@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flowattn.context import split_context, zero_padding
 from flowattn.data.batch import Batch
+from flowattn.flows import MeanFreeNormal
 from flowattn.metrics import Likelihood, lengths
 from flowattn.training.ema import EMA
 from flowattn.training.exact import exact_logdets
@@ -32,9 +33,12 @@ class DensityModule(LightningModule):
     .. math:: \log p(X) = \log q\bigl((X - \mu) / \sigma\bigr) - N \sum_k \log \sigma_k
 
     q is the flow; the mean and the scale of each feature are read off the train split when training starts, and are
-    part of every checkpoint. Training minimises the negative log-likelihood per dimension of a full sequence.
-    Logs `train/nll` in nats per sequence, and what `flowattn.metrics` has, `nll`, `nll_error`, `token_nll` and `bpd`,
-    with `val/` and `test/` before it.
+    part of every checkpoint. Where the flow is one of sequences whose tokens add up to zero, such as `ParticleFlow`,
+    nothing is subtracted, all features have one scale, and N - 1 tokens count.
+
+    Training minimises the negative log-likelihood per dimension of a full sequence. Logs `train/nll` in nats per
+    sequence, and what `flowattn.metrics` has, `nll`, `nll_error`, `token_nll` and `bpd`, with `val/` and `test/` before
+    it.
 
     Args:
         flow: makes the flow from the event shape: a class of flows, such as `flowattn.flows.AttentionFlow`.
@@ -57,8 +61,11 @@ class DensityModule(LightningModule):
         exact_test: bool = True,
     ) -> None:
         super().__init__()
+        if ema is not None and not 0 < ema < 1:
+            raise ValueError(f"ema must be between 0 and 1, or None for no average; got ema={ema}.")
         self.tokens, self.features = event_shape
         self.flow = flow((self.tokens, self.features))
+        self.is_mean_free = isinstance(self.flow._distribution, MeanFreeNormal)
         self.standardize = Standardize(self.features)
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
@@ -76,6 +83,8 @@ class DensityModule(LightningModule):
     ) -> Float[Tensor, " batch"]:
         """The log-density of each sequence, in nats and in the units of the data."""
         outputs, logabsdet = self.standardize(inputs, context)
+        if self.is_mean_free:  # one of the tokens is given by the others
+            logabsdet = logabsdet * (1 - 1 / lengths(inputs, context))
         return self.flow.log_prob(outputs, context) + logabsdet
 
     @torch.no_grad()
@@ -98,8 +107,17 @@ class DensityModule(LightningModule):
     # -- training
 
     def setup(self, stage: str) -> None:
+        width = getattr(getattr(self.trainer, "datamodule", None), "context_features", None)
+        if width is not None and not _takes_context(self.flow):
+            raise ValueError(
+                f"{type(self.flow).__name__} must take the context of {type(self._data()).__name__}, which is {width} "
+                f"wide; got context_features=None. Set it to {width}, or leave the context out of the data."
+            )
         if stage == "fit" and self.should_standardize:  # before a checkpoint is loaded, which has its own
-            self.standardize.fix(*(moment.to(self.device) for moment in self._data().moments()))
+            mean, scale = (moment.to(self.device) for moment in self._data().moments())
+            if self.is_mean_free:  # any other map of tokens would leave the space, or turn balls into ellipsoids
+                mean, scale = torch.zeros_like(mean), scale.square().mean().sqrt().expand_as(scale)
+            self.standardize.fix(mean, scale)
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.parameters())
@@ -133,7 +151,9 @@ class DensityModule(LightningModule):
 
     def on_test_start(self) -> None:
         self._use_exact_logdets()
-        self._report = Report(self._data(), type(self.flow).__name__, self.device, self.exact_test)
+        data = self._data()
+        references = data.references(mean_free=True) if self.is_mean_free else data.references()
+        self._report = Report(data, type(self.flow).__name__, references, self.device, self.exact_test)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         log_prob = self._evaluate(batch, f"test batch {batch_idx}")
@@ -188,3 +208,10 @@ class DensityModule(LightningModule):
         values = {f"{stage}/{name}": value for name, value in self.likelihood.values().items()}
         self.likelihood.reset()
         self.log_dict(values, sync_dist=True)
+
+
+def _takes_context(flow: Flow) -> bool:
+    """Whether a part of a flow says that it looks at features in the context, or none says anything about it."""
+    widths = [part.context_features for part in flow.modules() if hasattr(part, "context_features")]
+    nflows = any("context" in name for name, _ in flow.named_modules())  # its networks have a context_layer
+    return nflows or not widths or any(width is not None for width in widths)

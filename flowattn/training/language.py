@@ -172,7 +172,9 @@ class LanguageModule(LightningModule):
         top_k: int | None = None,
         num_characters: int = 400,
     ) -> list[Path]:
-        """Writes texts that go on from the prompt, one after another, to a .txt file."""
+        """Writes texts that go on from the prompt, one after another, to a .txt file, by this suffix or without."""
+        if out.suffix not in ("", ".txt"):
+            raise ValueError(f"out must end in .txt, for samples of a language model are text; got {out}.")
         given = datamodule.encode(prompt)
         if not len(given):
             raise ValueError("prompt must have a character at least; got prompt=''.")

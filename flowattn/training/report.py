@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,17 +34,25 @@ class Report:
     """Collects log-densities of the test split under a model, under references and under the truth.
 
     Args:
-        data: the data module, which knows references and perhaps the truth.
+        data: the data module, which perhaps knows the truth.
         name: of the model.
+        references: log-densities under simple models of the same space, by name.
         device: where batches are.
         is_exact: whether the model's log-determinants are exact.
     """
 
-    def __init__(self, data: SequenceData, name: str, device: torch.device, is_exact: bool) -> None:
+    def __init__(
+        self,
+        data: SequenceData,
+        name: str,
+        references: dict[str, Callable[[Batch], Tensor]],
+        device: torch.device,
+        is_exact: bool,
+    ) -> None:
         self.data = data
         self.is_exact = is_exact
         self.name = name
-        self.references = data.references()
+        self.references = references
         self.metrics = {
             label: Likelihood(data.event_shape[1]).to(device) for label in [name, *self.references, "truth"]
         }

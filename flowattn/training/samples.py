@@ -28,12 +28,13 @@ def write_samples(
     datamodule: LightningDataModule | None,
     device: torch.device,
 ) -> list[Path]:
-    """Samples in batches, and writes them by the suffix of `out`: .npz (samples and mask), .npy or .csv.
+    """Samples in batches, and writes them by the suffix of `out`: .npz (samples and mask, also without), .npy or .csv.
 
     Where the data have masks or features to condition on, the samples take those of the test split, row by row, and
     from the start again when they are used up.
     """
     check_positive(num_samples=num_samples, batch_size=batch_size)
+    out = out if out.suffix else out.with_suffix(".npz")
     if out.suffix not in SUFFIXES:
         raise ValueError(f"out must end in one of {', '.join(SUFFIXES)}; got {out}.")
     if not isinstance(datamodule, SequenceData):

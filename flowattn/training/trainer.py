@@ -127,6 +127,7 @@ class SequenceTrainer(Trainer):
         prompt: str | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
+        num_characters: int | None = None,
     ) -> list[Path]:
         """Writes samples of the model, and a picture of them beside data.
 
@@ -136,17 +137,19 @@ class SequenceTrainer(Trainer):
             ckpt_path: a path, "best" or "last".
             num_samples: the number of samples.
             batch_size: how many at a time.
-            out: the file they go to; samples.npz in the run's folder unless given.
+            out: the file they go to, a .npz, .npy or .csv, of a language model a .txt; samples.npz or samples.txt in
+                the run's folder unless given.
             prompt: of a language model: what samples begin with.
             temperature: of a language model: below one for likelier characters.
             top_k: of a language model: how many of the likeliest characters are considered.
+            num_characters: of a language model: how long samples are beyond the prompt; 400 unless given.
         """
         if not self.is_global_zero:
             return []
         write = getattr(model, "write_samples", None)
         if write is None:
             raise ValueError(f"sample needs a model with a method write_samples; {type(model).__name__} has none.")
-        options = {"prompt": prompt, "temperature": temperature, "top_k": top_k}
+        options = {"prompt": prompt, "temperature": temperature, "top_k": top_k, "num_characters": num_characters}
         options = {name: value for name, value in options.items() if value is not None}
         unknown = [name for name in options if name not in inspect.signature(write).parameters]
         if unknown:
@@ -158,7 +161,7 @@ class SequenceTrainer(Trainer):
             datamodule.prepare_data()
             datamodule.setup("test")
         model.to(self.strategy.root_device).eval()
-        out = Path(self.default_root_dir) / "samples.npz" if out is None else Path(out)
+        out = Path(self.default_root_dir) / "samples" if out is None else Path(out)
         with torch.no_grad():
             paths = write(out, num_samples=num_samples, batch_size=batch_size, datamodule=datamodule, **options)
         tell(paths)

@@ -3,6 +3,7 @@
 from flowattn.transforms.actnorm import TokenActNorm
 from flowattn.transforms.autoregressive import AutoregressiveAttention
 from flowattn.transforms.centred import CentredAttention, CentredFeedForward, CentredLinear, MovingResidual
+from flowattn.transforms.chain import Chain
 from flowattn.transforms.coupling import AttentionCoupling, FeedForwardCoupling
 from flowattn.transforms.residual import InvertibleAttention, InvertibleFeedForward, ResidualTransform
 from flowattn.transforms.standardize import Standardize
@@ -14,6 +15,7 @@ __all__ = [
     "CentredAttention",
     "CentredFeedForward",
     "CentredLinear",
+    "Chain",
     "FeedForwardCoupling",
     "InvertibleAttention",
     "InvertibleFeedForward",

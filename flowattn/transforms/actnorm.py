@@ -35,6 +35,7 @@ class TokenActNorm(TwoWayTransform):
     """
 
     initialized: Tensor
+    learns_from_first_batch = True
 
     def __init__(self, features: int) -> None:
         super().__init__()

@@ -8,11 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowattn.checks import check_choice, check_context, check_finite, check_positive, check_tokens
+from flowattn.checks import (
+    check_choice,
+    check_context,
+    check_finite,
+    check_positive,
+    check_positive_number,
+    check_tokens,
+)
 from flowattn.context import keep_padding, per_token, split_context, sum_over_tokens, zero_padding
-from flowattn.contractions import DotProductSelfAttention, L2SelfAttention
 from flowattn.contractions.base import full_precision
 from flowattn.transforms.base import TwoWayTransform
+from flowattn.transforms.parts import free_attention
 
 MAX_MIXING = 2.0  # of an entry of L; without a limit, some weights would leave float32 no digits for the inverse
 
@@ -74,13 +81,9 @@ class AutoregressiveAttention(TwoWayTransform):
         super().__init__()
         check_positive(features=features, num_heads=num_heads, hidden=hidden, window=window)
         check_choice("kind", kind, ("affine", "triangular"))
-        check_choice("attention", attention, ("l2", "dot-product"))
         if context_features is not None:
             check_positive(context_features=context_features)
-        if hidden % num_heads:
-            raise ValueError(f"num_heads must divide hidden; got num_heads={num_heads}, hidden={hidden}.")
-        if not 0 < max_log_scale < float("inf"):
-            raise ValueError(f"max_log_scale must be a positive number; got max_log_scale={max_log_scale!r}.")
+        check_positive_number(max_log_scale=max_log_scale)
         self.features = features
         self.window = window
         self.kind = kind
@@ -91,11 +94,8 @@ class AutoregressiveAttention(TwoWayTransform):
         self.num_mixing = len(below) if kind == "triangular" else 0
         self.register_buffer("places", F.one_hot(below, features**2).float(), persistent=False)
         self.lift = nn.Linear(width, hidden)
-        options = {"causal": True, "position_bias": position_bias, "max_tokens": max_tokens}
-        self.attention = (
-            L2SelfAttention(hidden, num_heads, coefficient=None, **options)  # type: ignore[arg-type]
-            if attention == "l2"
-            else DotProductSelfAttention(hidden, num_heads, **options)  # type: ignore[arg-type]
+        self.attention = free_attention(
+            attention, hidden, num_heads, causal=True, position_bias=position_bias, max_tokens=max_tokens
         )
         self.network = nn.Sequential(nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU())
         self.out = nn.Linear(hidden + width, 2 * features + self.num_mixing)

@@ -12,16 +12,17 @@ import math
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
-from nflows.transforms.base import Transform
 from torch import Tensor, nn
 
-from flowattn.checks import check_positive, check_tokens
-from flowattn.contractions import Compose, Contraction, FeedForward, L2SelfAttention, TokenLinear
+from flowattn.checks import check_positive, check_positive_number, check_tokens
+from flowattn.context import keep_padding, refuse_mask, split_context, zero_padding
+from flowattn.contractions import Contraction, FeedForward
 from flowattn.contractions.base import full_precision
 from flowattn.contractions.centred import Centred, centre, moves_with_tokens
 from flowattn.inverse import Solver, invert
 from flowattn.logdet import LogDet
+from flowattn.transforms.base import TwoWayTransform
+from flowattn.transforms.parts import contractive_attention
 from flowattn.transforms.residual import ResidualTransform
 
 
@@ -51,14 +52,12 @@ class MovingResidual(ResidualTransform):
             )
 
     @full_precision
-    def _forward(self, inputs: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        features = self._features(context, inputs)
-        change, logabsdet = self.logdet(self.contraction, inputs, None, features)
-        return inputs + centre(change), logabsdet - self._shift_logabsdet(inputs)
-
-    @full_precision
-    def _inverse(self, inputs: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        features = self._features(context, inputs)
+    def _map(self, inputs: Tensor, context: Tensor | None, *, inverse: bool) -> tuple[Tensor, Tensor]:
+        features, mask = self._split(context, inputs)
+        refuse_mask(mask)
+        if not inverse:
+            change, logabsdet = self.logdet(self.contraction, inputs, None, features)
+            return inputs + centre(change), logabsdet - self._shift_logabsdet(inputs)
         tolerance = self.solver.tolerance or (1e-10 if inputs.dtype == torch.float64 else 1e-5)
         solver = dataclasses.replace(self.solver, tolerance=tolerance / 2)
         outputs = invert(self.contraction, inputs, None, features, solver)
@@ -74,12 +73,6 @@ class MovingResidual(ResidualTransform):
         context = None if f.context_features is None else inputs.new_zeros(len(shifts), f.context_features)
         rows = f(shifts, None, context)[:, 0]
         return torch.linalg.slogdet(shifts[1:, 0] + rows[1:] - rows[0]).logabsdet
-
-    def _features(self, context: Tensor | None, inputs: Tensor) -> Tensor | None:
-        features, mask = self._split(context, inputs)
-        if mask is not None:
-            raise ValueError("context must hold no mask: sequences of this transform have no padding.")
-        return features
 
 
 class CentredAttention(MovingResidual):
@@ -113,14 +106,9 @@ class CentredAttention(MovingResidual):
         logdet: LogDet | Literal["auto"] = "auto",
         solver: Solver | None = None,
     ) -> None:
-        contraction: Contraction
-        if lift is None:
-            contraction = L2SelfAttention(features, num_heads, head_features=head_features, coefficient=coefficient)
-        else:
-            attention = L2SelfAttention(lift, num_heads, head_features=head_features, coefficient=None)
-            contraction = Compose(
-                TokenLinear(features, lift), attention, TokenLinear(lift, features), coefficient=coefficient
-            )
+        contraction = contractive_attention(
+            features, num_heads, lift=lift, coefficient=coefficient, head_features=head_features
+        )
         super().__init__(contraction, logdet, solver)
 
 
@@ -151,12 +139,13 @@ class CentredFeedForward(ResidualTransform):
         super().__init__(Centred(network, coefficient=coefficient), logdet, solver)
 
 
-class CentredLinear(Transform):
+class CentredLinear(TwoWayTransform):
     r"""A linear map of every token of the mean-free space, of which N - 1 count.
 
     .. math:: y_i = W^T (x_i - \bar x) + \bar x, \qquad \log|\det J| = (N - 1) \log|\det W|
 
-    W = L U with ones on the diagonal of L and :math:`e^{s_k}` on that of U, so that it is always invertible.
+    W = L U with ones on the diagonal of L and :math:`e^{s_k}` on that of U, so that it is always invertible. Under a
+    mask, N counts the real tokens, and the mean is theirs.
 
     Args:
         features: width of a token.
@@ -167,30 +156,21 @@ class CentredLinear(Transform):
     def __init__(self, features: int, *, isotropic: bool = False, scale: float = 1.0) -> None:
         super().__init__()
         check_positive(features=features)
-        if not 0 < scale < math.inf:
-            raise ValueError(f"scale must be a positive number; got scale={scale}.")
+        check_positive_number(scale=scale)
         self.features = features
         self.log_scale = nn.Parameter(torch.full((1 if isotropic else features,), math.log(scale)))
         self.off_diagonal = None if isotropic else nn.Parameter(torch.zeros(2, features, features))
 
-    def forward(
-        self, inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]:
-        return self._map(inputs, inverse=False)
-
-    def inverse(
-        self, inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]:
-        return self._map(inputs, inverse=True)
-
     @full_precision
-    def _map(self, inputs: Tensor, *, inverse: bool) -> tuple[Tensor, Tensor]:
+    def _map(self, inputs: Tensor, context: Tensor | None, *, inverse: bool) -> tuple[Tensor, Tensor]:
         check_tokens("inputs", inputs, self.features)
-        u, mean = centre(inputs), inputs.mean(1, keepdim=True)
-        logabsdet = (inputs.shape[1] - 1) * self.log_scale.expand(self.features).sum().expand(len(inputs))
-        if inverse:
-            return self._divide(u) + mean, -logabsdet
-        return u @ self._lower() @ self._upper() + mean, logabsdet
+        _, mask = split_context(context, inputs)
+        x = zero_padding(inputs, mask)
+        count = x.new_full((len(x),), x.shape[1]) if mask is None else mask.sum(1)
+        u, mean = centre(x, mask), x.sum(1, keepdim=True) / count.clamp_min(1)[:, None, None]
+        logabsdet = (count - 1).clamp_min(0) * self.log_scale.expand(self.features).sum()
+        mapped = self._divide(u) if inverse else u @ self._lower() @ self._upper()
+        return keep_padding(mapped + mean, inputs, mask), -logabsdet if inverse else logabsdet
 
     def _divide(self, u: Tensor) -> Tensor:
         u = torch.linalg.solve_triangular(self._upper(), u, upper=True, left=False)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from flowattn.checks import check_choice, check_context, check_finite, check_positive, check_tokens
+from flowattn.checks import (
+    check_choice,
+    check_context,
+    check_finite,
+    check_positive,
+    check_positive_number,
+    check_tokens,
+)
 from flowattn.context import keep_padding, per_token, split_context, sum_over_tokens, zero_padding
-from flowattn.contractions import DotProductSelfAttention, L2SelfAttention
 from flowattn.contractions.base import full_precision
 from flowattn.transforms.base import TwoWayTransform
 from flowattn.transforms.monotone import affine, spline
+from flowattn.transforms.parts import free_attention
 
 
 class _Coupling(TwoWayTransform):
@@ -31,7 +37,7 @@ class _Coupling(TwoWayTransform):
             raise ValueError(f"features must be at least 2, one to transform and one to go by; got {features}.")
         if context_features is not None:
             check_positive(context_features=context_features)
-        _check_positive_number(max_log_scale=max_log_scale)
+        check_positive_number(max_log_scale=max_log_scale)
         self.features = features
         self.context_features = context_features
         self.max_log_scale = max_log_scale
@@ -179,23 +185,17 @@ class AttentionCoupling(_Coupling):
     ) -> None:
         super().__init__(features, context_features, max_log_scale)
         check_positive(num_heads=num_heads, hidden=hidden, num_bins=num_bins)
-        check_choice("attention", attention, ("l2", "dot-product"))
         check_choice("kind", kind, ("affine", "rational-quadratic"))
-        _check_positive_number(tail_bound=tail_bound)
-        if hidden % num_heads:
-            raise ValueError(f"num_heads must divide hidden; got num_heads={num_heads}, hidden={hidden}.")
+        check_positive_number(tail_bound=tail_bound)
         moved = _feature_mask(mask, features)
         self.kind = kind
         self.tail_bound = float(tail_bound)
         self.widths = [int((~moved).sum()), int(moved.sum())]
         # Part of the state: a mask that was drawn at random must come back with the weights that belong to it.
         self.register_buffer("order", moved.int().argsort(stable=True))
-        options = {"causal": causal, "position_bias": position_bias, "max_tokens": max_tokens}
         self.lift = nn.Linear(self.widths[0] + (context_features or 0), hidden)
-        self.attention = (
-            L2SelfAttention(hidden, num_heads, coefficient=None, **options)  # type: ignore[arg-type]
-            if attention == "l2"
-            else DotProductSelfAttention(hidden, num_heads, **options)  # type: ignore[arg-type]
+        self.attention = free_attention(
+            attention, hidden, num_heads, causal=causal, position_bias=position_bias, max_tokens=max_tokens
         )
         per_feature = 2 if kind == "affine" else 3 * num_bins - 1
         self.network = _mlp([hidden, hidden, self.widths[1] * per_feature], nn.SiLU)
@@ -243,9 +243,3 @@ def _feature_mask(mask: Sequence[bool] | Tensor | None, features: int) -> Tensor
     if mask.all() or not mask.any():
         raise ValueError(f"mask must be True at some features and False at others; got {mask.tolist()}.")
     return mask.cpu()
-
-
-def _check_positive_number(**numbers: float) -> None:
-    for name, number in numbers.items():
-        if not 0 < number < math.inf:
-            raise ValueError(f"{name} must be a positive number; got {name}={number!r}.")

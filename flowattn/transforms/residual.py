@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Literal
 
-import torch
-from jaxtyping import Float
-from nflows.transforms.base import InverseTransform, Transform
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
+from flowattn.checks import can_look
 from flowattn.context import split_context
-from flowattn.contractions import Compose, Contraction, FeedForward, L2SelfAttention, TokenLinear
+from flowattn.contractions import Contraction, FeedForward
 from flowattn.contractions.base import full_precision
 from flowattn.inverse import Solver, invert
 from flowattn.logdet import AutoLogDet, LogDet
+from flowattn.transforms.base import TwoWayTransform
+from flowattn.transforms.parts import contractive_attention
 
 
-class ResidualTransform(Transform):
+class ResidualTransform(TwoWayTransform):
     r"""The residual block of a contraction.
 
     .. math:: y = x + f(x), \qquad \log|\det J| = \log|\det(I + \partial f / \partial x)|
 
     The inverse is found to a certified error or raises `InverseNotConverged`; it can be differentiated, so flows can be
     trained by samples too. Padding passes through and counts for nothing. Under autocast, and in a model of half
-    precision, all is computed in float32, log-determinants included.
+    precision, all is computed in float32, log-determinants included. A contraction without a coefficient is asked for
+    its bound at the length of every batch, and refused where that is not below 1.
 
     Args:
         contraction: the map f, ours or a user's own module as `flowattn.contractions.Declared`.
@@ -56,69 +55,42 @@ class ResidualTransform(Transform):
                 f"contraction must keep the width of a token; got features={contraction.features}, "
                 f"out_features={contraction.out_features}."
             )
-        bound = contraction.lipschitz_bound(1, contraction.norm).item()  # refuses maps that have none
-        if not bound < 1:
-            raise ValueError(
-                f"contraction must have a Lipschitz bound below 1; got {bound:.3g} for a single token. "
-                "Give it a coefficient."
-            )
+        _check_bound(contraction, num_tokens=1)  # refuses maps that have none, too
         if logdet != "auto" and not isinstance(logdet, LogDet):
             raise ValueError(f"logdet must be 'auto' or a LogDet; got logdet={logdet!r}.")
         self.contraction = contraction
+        self.context_features = contraction.context_features
         self.logdet = AutoLogDet() if logdet == "auto" else logdet
         self.solver = Solver() if solver is None else solver
 
-    def forward(
-        self, inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]:
-        if _is_half(inputs):
-            outputs, logabsdet = functional_call(self, _single(self), (_full(inputs), _full(context)))
-            return outputs.to(inputs.dtype), logabsdet
-        return self._forward(inputs, context)
-
-    def inverse(
-        self, inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]:
-        if _is_half(inputs):
-            back = InverseTransform(self)
-            outputs, logabsdet = functional_call(back, _single(back), (_full(inputs), _full(context)))
-            return outputs.to(inputs.dtype), logabsdet
-        return self._inverse(inputs, context)
-
     @full_precision
-    def _forward(self, inputs: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _map(self, inputs: Tensor, context: Tensor | None, *, inverse: bool) -> tuple[Tensor, Tensor]:
         features, mask = self._split(context, inputs)
+        if inverse:
+            outputs = invert(self.contraction, inputs, mask, features, self.solver)
+            _, logabsdet = self.logdet(self.contraction, outputs, mask, features)
+            return outputs, -logabsdet
         change, logabsdet = self.logdet(self.contraction, inputs, mask, features)
         return inputs + change, logabsdet
 
-    @full_precision
-    def _inverse(self, inputs: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        features, mask = self._split(context, inputs)
-        outputs = invert(self.contraction, inputs, mask, features, self.solver)
-        _, logabsdet = self.logdet(self.contraction, outputs, mask, features)
-        return outputs, -logabsdet
-
     def _split(self, context: Tensor | None, inputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The features and the mask, once it is clear that so many tokens are mapped by a bijection."""
         features, mask = split_context(context, inputs)
-        return (None if self.contraction.context_features is None else features), mask
+        if self.contraction.coefficient is None and can_look():
+            _check_bound(self.contraction, inputs.shape[1])
+        return (None if self.context_features is None else features), mask
 
     def extra_repr(self) -> str:
         return f"logdet={self.logdet}, solver={self.solver}"
 
 
-def _is_half(inputs: Tensor) -> bool:
-    """Whether the block was moved to half precision, in which there are neither bounds nor determinants."""
-    return inputs.dtype in (torch.float16, torch.bfloat16) and not torch.is_autocast_enabled(inputs.device.type)
-
-
-def _full(context: Tensor | None) -> Tensor | None:
-    return context.float() if context is not None and context.is_floating_point() else context
-
-
-def _single(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers in single precision, such that gradients reach the originals."""
-    named = itertools.chain(module.named_parameters(), module.named_buffers())
-    return {name: tensor.float() for name, tensor in named if tensor.is_floating_point()}
+def _check_bound(contraction: Contraction, num_tokens: int) -> None:
+    bound = contraction.lipschitz_bound(num_tokens, contraction.norm).item()
+    if not bound < 1:
+        raise ValueError(
+            f"contraction must have a Lipschitz bound below 1; got {bound:.3g} for num_tokens={num_tokens}. "
+            "Give it a coefficient."
+        )
 
 
 class InvertibleAttention(ResidualTransform):
@@ -133,8 +105,8 @@ class InvertibleAttention(ResidualTransform):
             tokens, such as particles in the plane, want one.
         logdet, solver: as of `ResidualTransform`.
         coefficient: Lipschitz constant that the block's f never exceeds.
-        options: those of `flowattn.contractions.L2SelfAttention`: head_features, causal, position_bias, radius, norm,
-            max_tokens, context_features.
+        options: those of `flowattn.contractions.L2SelfAttention`: head_features, causal, position_bias, radius, norm
+            (which a lift leaves at "token"), max_tokens, context_features.
 
     Example:
         >>> import torch
@@ -155,14 +127,7 @@ class InvertibleAttention(ResidualTransform):
         coefficient: float = 0.97,
         **options: Any,
     ) -> None:
-        contraction: Contraction
-        if lift is None:
-            contraction = L2SelfAttention(features, num_heads, coefficient=coefficient, **options)
-        else:
-            attention = L2SelfAttention(lift, num_heads, coefficient=None, **options)
-            contraction = Compose(
-                TokenLinear(features, lift), attention, TokenLinear(lift, features), coefficient=coefficient
-            )
+        contraction = contractive_attention(features, num_heads, lift=lift, coefficient=coefficient, **options)
         super().__init__(contraction, logdet, solver)
 
 

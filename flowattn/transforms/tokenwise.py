@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
 from nflows.transforms.base import Transform
 from torch import Tensor
 
 from flowattn.checks import can_look
 from flowattn.context import keep_padding, per_token, split_context, sum_over_tokens
 from flowattn.contractions.base import full_precision
+from flowattn.transforms.base import TwoWayTransform
 
 
-class Tokenwise(Transform):
+class Tokenwise(TwoWayTransform):
     r"""Applies a transform of vectors [B, D] to every token of [B, N, D].
 
     .. math:: y_i = T(x_i; c_i), \qquad \log|\det J| = \sum_i \log|\det J_T(x_i; c_i)|
@@ -34,22 +34,14 @@ class Tokenwise(Transform):
         (torch.Size([5, 7, 3]), torch.Size([5]))
     """
 
+    learns_from_first_batch = True
+
     def __init__(self, transform: Transform, *, use_context: bool = True) -> None:
         super().__init__()
         if not isinstance(transform, Transform):
             raise TypeError(f"transform must be an nflows Transform; got {type(transform).__name__}.")
         self.transform = transform
         self.use_context = use_context
-
-    def forward(
-        self, inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]:
-        return self._map(inputs, context, inverse=False)
-
-    def inverse(
-        self, inputs: Float[Tensor, "batch tokens features"], context: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]:
-        return self._map(inputs, context, inverse=True)
 
     @full_precision
     def _map(self, inputs: Tensor, context: Tensor | None, *, inverse: bool) -> tuple[Tensor, Tensor]:
