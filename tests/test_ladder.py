@@ -104,3 +104,14 @@ def test_characters_are_recovered_without_an_error(text, tmp_path, monkeypatch, 
     assert (tmp_path / "figures" / "recover.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="characters must be at most the 141 of the test split"):
         recover.main([*arguments, "--characters", "1000"])
+
+
+def test_the_table_grows_by_what_is_trained(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_language, "train", trained_in_no_time)
+    arguments = ["--quick", "--out", str(tmp_path)]
+    ladder.main([*arguments, "--rungs", "invertible", "--seeds", "0", "1"])
+    ladder.main([*arguments, "--rungs", "l2_tied", "--rates", "0.5"])  # of another rate
+    ladder.main([*arguments, "--rungs", "dot_product", "--layers", "2", "4"])
+    rows = read(tmp_path / "results" / "ladder.csv")
+    found = [(row["rung"], row["layers"], row["seeds"]) for row in rows]
+    assert found == [("dot_product", "2", "1"), ("invertible", "2", "2"), ("dot_product", "4", "1")]

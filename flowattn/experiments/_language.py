@@ -9,7 +9,7 @@ import logging
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,9 @@ def run_all(runs: Sequence[Run], options: argparse.Namespace, name: str) -> list
     """Trains what was not trained before. Each run that ends is kept in results/NAME_runs.jsonl, with its own CSV.
 
     Its model is kept in weights/. A run is known by its fields alone: remove both after a change of the code.
+
+    Returns:
+        What was asked for, and after it all that was kept of the same family: tables grow by as much as is trained.
     """
     folder = options.out / "results"
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +128,14 @@ def run_all(runs: Sequence[Run], options: argparse.Namespace, name: str) -> list
             with kept.open("a") as file:
                 print(json.dumps([asdict(run), asdict(outcome)]), file=file)
             write_csv(folder / f"{name}_{run.name}.csv", outcome.curve)
-    return [(run, done[run]) for run in runs]
+    families = {_family(run) for run in runs}
+    others = [run for run in done if run not in runs and _family(run) in families]
+    return [(run, done[run]) for run in [*runs, *others]]
+
+
+def _family(run: Run) -> Run:
+    """What runs that stand in one table have in common."""
+    return replace(run, rung="", layers=0, seed=0)
 
 
 def train_kept(run: Run, options: argparse.Namespace, advance: Any = lambda: None) -> tuple[Outcome, CharTransformer]:

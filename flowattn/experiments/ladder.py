@@ -3,7 +3,8 @@
     python -m flowattn.experiments ladder --data PATH [--rungs ...] [--layers 2 4] [--seeds 0 1] [--rates 2e-3]
 
 writes DIR/results/ladder.csv, one DIR/results/ladder_RUN.csv per run (validation nats against steps), and
-DIR/figures/ladder.png. Runs that are in DIR/results/ladder_runs.jsonl are not trained again.
+DIR/figures/ladder.png. Runs that are in DIR/results/ladder_runs.jsonl are not trained again, and those of the same size
+and rate are in the table and the figure too.
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ def main(arguments: Sequence[str] = ()) -> None:
         )
         for layers, rung, rate, seed in itertools.product(options.layers, options.rungs, options.rates, options.seeds)
     ]
+    order = list(RUNGS)
     results = run_all(runs, options, "ladder")
+    results.sort(key=lambda result: (result[0].layers, order.index(result[0].rung), result[0].rate, result[0].seed))
     rows = summary(results)
     write_csv(options.out / "results" / "ladder.csv", rows)
     save_figure(options.out / "figures" / "ladder.png", lambda: plot(results))
