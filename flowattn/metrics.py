@@ -14,10 +14,38 @@ from torchmetrics import Metric
 
 from flowattn.context import split_context
 
-_SUMS = ("total", "squares")
+
+class ExactSums(Metric):
+    """A metric made of counts, which are whole numbers, and of sums, in float64 where the device has it.
+
+    Both are added up over ranks when the result is asked for: ranks may see different numbers of batches.
+    """
+
+    full_state_update = False
+    higher_is_better = False
+
+    def __init__(self, counts: Sequence[str], sums: Sequence[str]) -> None:
+        super().__init__()
+        self._sums = tuple(sums)
+        for name in counts:
+            self.add_state(name, torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+        for name in sums:
+            self.add_state(name, torch.zeros((), dtype=_exact(self.device)), dist_reduce_fx="sum")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = ()) -> nn.Module:
+        """Moves the sums along with all else, to a type that the new device has."""
+        super()._apply(fn, (*exclude_state, *self._sums))
+
+        def move(x: Any) -> Tensor:  # by way of the CPU, which has all types
+            return x.cpu().to(_exact(self.device)).to(self.device)
+
+        for name in self._sums:
+            self._defaults[name] = move(self._defaults[name])
+            setattr(self, name, move(getattr(self, name)))
+        return self
 
 
-class Likelihood(Metric):
+class Likelihood(ExactSums):
     r"""The negative log-likelihood of sequences of any length, in three units.
 
     .. math:: \text{nll} = -\frac1M \sum_m \log p(X_m), \qquad
@@ -25,9 +53,7 @@ class Likelihood(Metric):
         \text{bpd} = -\frac{\sum_m \log p(X_m)}{D \ln 2 \sum_m N_m}
 
     M sequences of :math:`N_m` real tokens, D wide. `nll_error` is the standard error of the first, which a single
-    sequence does not have: not a number. Only sums are kept, in float64 where the device of the metric has it, and
-    added up over ranks when the result is asked for: ranks may see different numbers of sequences and batches, and a
-    sequence counts the same whatever batch it is in.
+    sequence does not have: not a number. A sequence counts the same whatever batch or rank it is on.
 
     Args:
         features: the width D of a token.
@@ -39,20 +65,14 @@ class Likelihood(Metric):
         {'nll': 4.0, 'nll_error': 1.0, 'token_nll': 2.0, 'bpd': 1.443}
     """
 
-    full_state_update = False
-    higher_is_better = False
     count: Tensor
     total: Tensor
     squares: Tensor
     tokens: Tensor
 
     def __init__(self, features: int) -> None:
-        super().__init__()
+        super().__init__(counts=("count", "tokens"), sums=("total", "squares"))
         self.features = features
-        for name in ("count", "tokens"):
-            self.add_state(name, torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
-        for name in _SUMS:
-            self.add_state(name, torch.zeros((), dtype=_exact(self.device)), dist_reduce_fx="sum")
 
     def update(self, log_prob: Float[Tensor, " batch"], lengths: Int[Tensor, " batch"]) -> None:
         """Counts these sequences: their log-densities, and how many real tokens they have."""
@@ -84,18 +104,6 @@ class Likelihood(Metric):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* was called before the ``update`` method")
             return {name: value.item() for name, value in self.compute().items()}
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = ()) -> nn.Module:
-        """Moves the sums along with all else, to a type that the new device has."""
-        super()._apply(fn, (*exclude_state, *_SUMS))
-
-        def move(x: Any) -> Tensor:  # by way of the CPU, which has all types
-            return x.cpu().to(_exact(self.device)).to(self.device)
-
-        for name in _SUMS:
-            self._defaults[name] = move(self._defaults[name])
-            setattr(self, name, move(getattr(self, name)))
-        return self
 
 
 def _exact(device: torch.device) -> torch.dtype:

@@ -17,18 +17,16 @@ from pytorch_lightning.utilities import rank_zero_info
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torchmetrics import Metric
 
 from flowattn.data.corpus import CharCorpus
 from flowattn.data.windows import NOTHING, CharBatch
+from flowattn.metrics import ExactSums
 from flowattn.models import CharTransformer, generate
 from flowattn.training.guards import check_loss
 from flowattn.training.schedules import WarmupCosine
 
-_EXACT = torch.float32 if torch.backends.mps.is_available() else torch.float64
 
-
-class CharacterLoss(Metric):
+class CharacterLoss(ExactSums):
     r"""The mean negative log-probability of the characters of a text, in nats and in bits.
 
     .. math:: \text{nll} = -\frac1n \sum_{i=1}^n \log p(c_i | c_1 \dots c_{i-1}), \qquad \text{bpc} = \text{nll} / \ln 2
@@ -43,19 +41,15 @@ class CharacterLoss(Metric):
         {'nll': 1.3862943649291992, 'bpc': 2.0, 'characters': 2.0}
     """
 
-    full_state_update = False
-    higher_is_better = False
     total: Tensor
     characters: Tensor
 
     def __init__(self) -> None:
-        super().__init__()
-        for name in ("total", "characters"):
-            self.add_state(name, torch.zeros((), dtype=_EXACT), dist_reduce_fx="sum")
+        super().__init__(counts=("characters",), sums=("total",))
 
     def update(self, logits: Float[Tensor, "batch tokens symbols"], targets: Int[Tensor, "batch tokens"]) -> None:
         """Counts the characters of a batch, where there is one to predict."""
-        self.total += _cross_entropy(logits.detach(), targets, "sum").to(_EXACT)
+        self.total += _cross_entropy(logits.detach(), targets, "sum").to(self.total.dtype)
         self.characters += (targets != NOTHING).sum()
 
     def compute(self) -> dict[str, Tensor]:
