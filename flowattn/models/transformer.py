@@ -208,7 +208,7 @@ class CharTransformer(nn.Module):
         return self.readout(x), [first + characters.shape[1], *layers]
 
     @torch.no_grad()
-    def invert(self, hidden: Float[Tensor, "batch tokens features"], tolerance: float = 1e-8) -> Inversion:
+    def invert(self, hidden: Float[Tensor, "batch tokens features"], tolerance: float = 1e-10) -> Inversion:
         """The embeddings and the characters that these hidden tokens came from, computed in double precision.
 
         The characters are those of the nearest embeddings. They are sure to be right where the `residual` is no more
