@@ -36,7 +36,7 @@ def test_the_ladder_writes_its_table_its_curves_and_its_picture(text, tmp_path, 
     assert int(rows[1]["parameters"]) <= int(rows[0]["parameters"])
     above = float(rows[1]["val_nll"]) - float(rows[0]["val_nll"])
     assert float(rows[1]["above_first"]) == pytest.approx(above, abs=2e-5)
-    curve = read(tmp_path / "results" / "ladder_invertible_2layers_rate0.002_seed1.csv")
+    curve = read(tmp_path / "results" / "ladder_invertible_2layers_rate0.008_seed1.csv")
     assert [int(row["step"]) for row in curve] == [3, 6]
     assert (tmp_path / "figures" / "ladder.png").read_bytes().startswith(b"\x89PNG")
     assert "the ladder on text.txt" in capsys.readouterr().out
@@ -56,7 +56,7 @@ def test_runs_that_ended_are_not_trained_again(text, tmp_path, monkeypatch, caps
     assert trained == [("l2_tied", 0), ("dot_product", 0)]
     kept = tmp_path / "results" / "ladder_runs.jsonl"
     kept.write_text(kept.read_text()[:-40])  # as if the machine had stopped in the middle of a line
-    (tmp_path / "weights" / "dot_product_2layers_rate0.002_seed0.pt").unlink()
+    (tmp_path / "weights" / "dot_product_2layers_rate0.008_seed0.pt").unlink()
     ladder.main([*arguments, "--rungs", "l2_tied", "dot_product"])
     assert trained == [("l2_tied", 0), ("dot_product", 0), ("dot_product", 0)]
     ladder.main([*arguments, "--rungs", "l2_tied", "--rates", "0.5"])

@@ -70,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", type=Path, help="folder of the Penn Treebank, or a text file; Python's documentation unless given")
     add("--seeds", type=int, nargs="+", default=[0])
-    add("--rates", type=float, nargs="+", default=[2e-3], help="learning rates")
+    add("--rates", type=float, nargs="+", default=[8e-3], help="learning rates")
     add("--features", type=int, default=128)
     add("--heads", type=int, default=4)
     add("--tokens", type=int, default=128, help="characters in a window")

@@ -1,6 +1,6 @@
 """From dot-product attention to an invertible Transformer, one change at a time, on the characters of a text.
 
-    python -m flowattn.experiments ladder --data PATH [--rungs ...] [--layers 2 4] [--seeds 0 1] [--rates 2e-3]
+    python -m flowattn.experiments ladder --data PATH [--rungs ...] [--layers 2 4] [--seeds 0 1] [--rates 8e-3]
 
 writes DIR/results/ladder.csv, one DIR/results/ladder_RUN.csv per run (validation nats against steps), and
 DIR/figures/ladder.png. Runs that are in DIR/results/ladder_runs.jsonl are not trained again, and those of the same size
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from rich.console import Console
 from rich.table import Table
 
@@ -25,6 +26,8 @@ from flowattn.experiments._language import Outcome, Run, add_options, make_quick
 from flowattn.models import RUNGS
 
 Results = list[tuple[Run, Outcome]]
+LOOKS = dict(zip(RUNGS, zip((*COLORS, "black"), (*MARKERS, "*"), strict=True), strict=True))
+FAR = 0.5  # nats that a rung may end above the best and still be in view
 
 
 def summary(results: Results) -> list[Row]:
@@ -57,27 +60,33 @@ def summary(results: Results) -> list[Row]:
 
 
 def plot(results: Results) -> Figure:
-    """Validation nats against steps, one line per rung; one panel per depth."""
+    """Validation nats against steps, one line per run, coloured by rung; one panel per depth.
+
+    Rungs that end far above the best are left out of the view; the legend says where.
+    """
     depths = sorted({run.layers for run, _ in results})
     figure, axes = plt.subplots(
-        1, len(depths), figsize=(4.2 * len(depths) + 1.6, 3.4), layout="constrained", sharey=True, squeeze=False
+        1, len(depths), figsize=(3.6 * len(depths) + 2.2, 3.4), layout="constrained", sharey=True, squeeze=False
     )
-    rungs = list(dict.fromkeys(run.rung for run, _ in results))
+    best = min((outcome.val_nll for _, outcome in results if math.isfinite(outcome.val_nll)), default=0.0)
+    top = best
+    lines: dict[str, Line2D] = {}
+    for run, outcome in results:
+        steps, losses = ([float(row[name]) for row in outcome.curve] for name in ("step", "val_nll"))
+        ax = axes[0][depths.index(run.layers)]
+        color, marker = LOOKS[run.rung]
+        (line,) = ax.plot(steps, losses, color=color, marker=marker)
+        if outcome.val_nll <= best + FAR:
+            top = max(top, *losses)
+            lines.setdefault(run.rung, line)
+        else:
+            lines.setdefault(f"{run.rung}: {outcome.val_nll:.2f}, above", line)
     for ax, layers in zip(axes[0], depths, strict=True):
-        named = set()
-        for run, outcome in results:
-            if run.layers != layers:
-                continue
-            k = rungs.index(run.rung)
-            steps, losses = ([float(row[name]) for row in outcome.curve] for name in ("step", "val_nll"))
-            label = None if run.rung in named else run.rung
-            named.add(run.rung)
-            ax.plot(steps, losses, color=COLORS[k % len(COLORS)], marker=MARKERS[k % len(MARKERS)], label=label,
-                    linestyle="-" if k < len(COLORS) else "--")  # fmt: skip
         ax.set_title(f"{layers} layers")
         ax.set_xlabel("steps")
     axes[0][0].set_ylabel("validation, nats per character")
-    axes[0][-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+    axes[0][0].set_ylim(best - 0.02, top + 0.02)
+    figure.legend(lines.values(), lines.keys(), loc="outside right upper")
     return figure
 
 
