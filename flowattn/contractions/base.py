@@ -201,6 +201,16 @@ class Contraction(nn.Module):
             scaled_for_it = self.coefficient is not None and norm == self.norm
             return bound.clamp_max(self._target(bound.dtype)) if scaled_for_it else bound
 
+    def bound_below_one(self, num_tokens: int) -> float:
+        """The same as a number, in the norm of f. Raises unless it is below 1, and f a contraction."""
+        bound = self.lipschitz_bound(num_tokens, self.norm).item()
+        if not bound < 1:
+            raise ValueError(
+                f"contraction must have a Lipschitz bound below 1; got {bound:.3g} for num_tokens={num_tokens}. "
+                "Give it a coefficient."
+            )
+        return bound
+
     def _target(self, dtype: torch.dtype) -> float:
         assert self.coefficient is not None
         return self.coefficient * (1 - 4 * torch.finfo(dtype).eps)  # rounded, still at most the coefficient

@@ -45,7 +45,7 @@ class PowerSeries(LogDet):
         self, contraction: Contraction, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         if contraction.coefficient is None and can_look():
-            _bound(contraction, x.shape[1])
+            contraction.bound_below_one(x.shape[1])
         value, push = contraction.linearize(x, mask, context)
         logabsdet = value.new_zeros(len(x))
         for v in probes(value, mask, self.num_probes, self.generator):
@@ -57,7 +57,7 @@ class PowerSeries(LogDet):
 
     def remainder(self, contraction: Contraction, num_tokens: int) -> float:
         """How far the mean can be from the true log-determinant of so many tokens, at most."""
-        L = _bound(contraction, num_tokens)
+        L = contraction.bound_below_one(num_tokens)
         n = self.num_terms
         return num_tokens * contraction.features * L ** (n + 1) / ((n + 1) * (1 - L))
 
@@ -111,7 +111,7 @@ class RussianRoulette(LogDet):
         value, push = contraction.linearize(x, mask, context)
         survival = self.survival
         if survival is None or contraction.coefficient is None:
-            bound = _bound(contraction, x.shape[1])
+            bound = contraction.bound_below_one(x.shape[1])
             survival = bound**2 if survival is None else survival
         logabsdet = value.new_zeros(len(x))
         for v in probes(value, mask, self.num_probes, self.generator):
@@ -153,14 +153,3 @@ def _refuse_second_derivative(g: Tensor) -> None:
             "RussianRoulette can be differentiated once; a second derivative was asked for. Use ExactLogDet() or "
             "PowerSeries()."
         )
-
-
-def _bound(contraction: Contraction, num_tokens: int) -> float:
-    """The Lipschitz bound of f, below 1: otherwise the series need not converge."""
-    bound = contraction.lipschitz_bound(num_tokens, contraction.norm).item()
-    if not bound < 1:
-        raise ValueError(
-            f"contraction must have a Lipschitz bound below 1, or the series need not converge; got {bound:.3g}. "
-            "Give it a coefficient."
-        )
-    return bound

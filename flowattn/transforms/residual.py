@@ -55,7 +55,7 @@ class ResidualTransform(TwoWayTransform):
                 f"contraction must keep the width of a token; got features={contraction.features}, "
                 f"out_features={contraction.out_features}."
             )
-        _check_bound(contraction, num_tokens=1)  # refuses maps that have none, too
+        contraction.bound_below_one(1)  # refuses maps that have none, too
         if logdet != "auto" and not isinstance(logdet, LogDet):
             raise ValueError(f"logdet must be 'auto' or a LogDet; got logdet={logdet!r}.")
         self.contraction = contraction
@@ -77,20 +77,11 @@ class ResidualTransform(TwoWayTransform):
         """The features and the mask, once it is clear that so many tokens are mapped by a bijection."""
         features, mask = split_context(context, inputs)
         if self.contraction.coefficient is None and can_look():
-            _check_bound(self.contraction, inputs.shape[1])
+            self.contraction.bound_below_one(inputs.shape[1])
         return (None if self.context_features is None else features), mask
 
     def extra_repr(self) -> str:
         return f"logdet={self.logdet}, solver={self.solver}"
-
-
-def _check_bound(contraction: Contraction, num_tokens: int) -> None:
-    bound = contraction.lipschitz_bound(num_tokens, contraction.norm).item()
-    if not bound < 1:
-        raise ValueError(
-            f"contraction must have a Lipschitz bound below 1; got {bound:.3g} for num_tokens={num_tokens}. "
-            "Give it a coefficient."
-        )
 
 
 class InvertibleAttention(ResidualTransform):
