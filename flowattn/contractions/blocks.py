@@ -107,9 +107,9 @@ class _HeadLogAbsDet(torch.autograd.Function):
             rows = C[part].flatten(2, 3)
             product = (rows @ K).unflatten(2, (tokens, width)).transpose(1, 2).flatten(2, 3)
             product.diagonal(dim1=-2, dim2=-1).add_(1)
-            inverse, logabsdets = _invert_by_heads(product, width)
-            logabsdet[part] = logabsdets.sum(-1)
-            columns = inverse.unflatten(-1, (heads, width)).permute(0, 3, 1, 4, 2).flatten(2, 3)
+            inverse, logabsdets = _invert_by_heads(product.flatten(0, 1), width)
+            logabsdet[part] = logabsdets.unflatten(0, (-1, tokens)).sum(-1)
+            columns = inverse.view(-1, tokens, inner, heads, width).permute(0, 3, 1, 4, 2).flatten(2, 3)
             dC[part] = (columns @ K.mT).unflatten(2, (tokens, width))
             dK[part] = rows.mT @ columns
         return logabsdet, dC, dK
@@ -151,18 +151,22 @@ def _head_product(C: Tensor, K: Tensor) -> Tensor:
 
 
 def _invert_by_heads(A: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The inverses of A [..., n, n] and log|det A|, by halves that hold whole heads."""
+    """The inverses of A [batch, n, n] and log|det A|, by halves that hold whole heads."""
     n = A.shape[-1]
-    if n <= max(width, 16):  # products do not pay for less
+    if n <= max(width, 8):  # products do not pay for less
         factors, pivots, _ = torch.linalg.lu_factor_ex(A)
         identity = torch.eye(n, dtype=A.dtype, device=A.device).expand_as(A)
         logabsdet = factors.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
         return torch.linalg.lu_solve(factors, pivots, identity), logabsdet
     h = n // width // 2 * width
-    P, logabsdet_P = _invert_by_heads(A[..., :h, :h], width)
-    left, right = A[..., h:, :h] @ P, P @ A[..., :h, h:]
-    S, logabsdet_S = _invert_by_heads(A[..., h:, h:] - left @ A[..., :h, h:], width)
+    above, below = A[:, :h, h:], A[:, h:, :h]
+    P, logabsdet_P = _invert_by_heads(A[:, :h, :h], width)
+    left, right = below @ P, P @ above
+    S, logabsdet_S = _invert_by_heads(torch.baddbmm(A[:, h:, h:], left, above, alpha=-1), width)
+    inverse = torch.empty_like(A, memory_format=torch.contiguous_format)
     corner = right @ S
-    top = torch.cat([P + corner @ left, -corner], -1)
-    bottom = torch.cat([-S @ left, S], -1)
-    return torch.cat([top, bottom], -2), logabsdet_P + logabsdet_S
+    inverse[:, :h, :h] = torch.baddbmm(P, corner, left)
+    inverse[:, :h, h:] = corner.neg_()
+    inverse[:, h:, :h] = (S @ left).neg_()
+    inverse[:, h:, h:] = S
+    return inverse, logabsdet_P + logabsdet_S
