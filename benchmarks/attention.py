@@ -66,9 +66,10 @@ def compare(batch: int, tokens: int, features: int, heads: int, rounds: int) -> 
 
         return run
 
-    rivals = {f"{name} forward": forward(module) for name, module in modules.items()}
-    rivals |= {f"{name} backward": backward(module) for name, module in modules.items()}
-    return medians(rivals, rounds, title=f"{batch}x{tokens}x{features}x{heads}")
+    title = f"{batch}x{tokens}x{features}x{heads}"
+    forwards = {f"{name} forward": forward(module) for name, module in modules.items()}
+    backwards = {f"{name} backward": backward(module) for name, module in modules.items()}
+    return medians(forwards, rounds, title) | medians(backwards, rounds, title)
 
 
 def peak_memory(tokens: int) -> float:

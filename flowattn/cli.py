@@ -117,7 +117,10 @@ class SequenceCLI(LightningCLI):
         return str(path.relative_to(CONFIGS)) if path.is_relative_to(CONFIGS) else path.name
 
     def before_fit(self) -> None:
-        if self._get(self.config, "ckpt_path") is None and not self._get(self.config, "trainer").fast_dev_run:
+        given = self._get(self.config, "ckpt_path")
+        own = Path(self.trainer.default_root_dir, "checkpoints")
+        goes_on = given in ("last", "best") or (given is not None and Path(given).resolve().parent == own.resolve())
+        if not goes_on and not self._get(self.config, "trainer").fast_dev_run:
             self.trainer.callbacks.insert(0, NewRun(self.trainer))  # type: ignore[attr-defined]
 
     def after_fit(self) -> None:

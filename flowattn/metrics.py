@@ -57,6 +57,7 @@ class Likelihood(ExactSums):
 
     Args:
         features: the width D of a token.
+        is_mean_free: whether one token is given by the others, so that there are :math:`N_m - 1` in the last unit.
 
     Example:
         >>> metric = Likelihood(features=2)
@@ -70,9 +71,10 @@ class Likelihood(ExactSums):
     squares: Tensor
     tokens: Tensor
 
-    def __init__(self, features: int) -> None:
+    def __init__(self, features: int, is_mean_free: bool = False) -> None:
         super().__init__(counts=("count", "tokens"), sums=("total", "squares"))
         self.features = features
+        self.is_mean_free = is_mean_free
 
     def update(self, log_prob: Float[Tensor, " batch"], lengths: Int[Tensor, " batch"]) -> None:
         """Counts these sequences: their log-densities, and how many real tokens they have."""
@@ -92,11 +94,12 @@ class Likelihood(ExactSums):
         mean = self.total / self.count
         variance = (self.squares / self.count - mean.square()).clamp_min(0) / (self.count - 1)
         token_nll = self.total / self.tokens
+        dimensions = self.features * (self.tokens - self.count if self.is_mean_free else self.tokens)
         return {
             "nll": mean,
             "nll_error": variance.sqrt(),
             "token_nll": token_nll,
-            "bpd": token_nll / (self.features * math.log(2)),
+            "bpd": self.total / (dimensions * math.log(2)),
         }
 
     def values(self) -> dict[str, float]:

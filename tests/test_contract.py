@@ -16,6 +16,7 @@ from flowattn.contractions import Compose, Declared, FeedForward, L2SelfAttentio
 from flowattn.flows import AttentionFlow
 from flowattn.inverse import Solver
 from flowattn.logdet import PowerSeries, RussianRoulette
+from flowattn.models.trunk import SlowLULinear
 from flowattn.testing import CHECKS, ContractViolation, check_transform
 from flowattn.transforms import (
     AttentionCoupling,
@@ -144,6 +145,7 @@ ESTIMATED = {"stochastic": True, "num_draws": 128}
 
 TRANSFORMS = {
     "Tokenwise(LULinear)": Entry(lambda: Tokenwise(nf.LULinear(3, identity_init=False))),
+    "Tokenwise(SlowLULinear)": Entry(lambda: Tokenwise(SlowLULinear(3, identity_init=False))),
     "Tokenwise(ReversePermutation)": Entry(lambda: Tokenwise(nf.ReversePermutation(3))),
     "Tokenwise(ActNorm)": Entry(lambda: Tokenwise(nf.ActNorm(3))),
     "Tokenwise(spline coupling)": Entry(lambda: Tokenwise(spline_coupling())),

@@ -254,6 +254,10 @@ def test_texts_that_cannot_be_used_are_refused(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             CharCorpus(path, cache=tmp_path).setup()
+    for name in LINES:
+        (tmp_path / f"ptb.{name}.txt").write_text("".join(map(chr, range(400, 800))))
+    with pytest.raises(ValueError, match=r"at most 256 different characters; .* has 401\."):
+        CharCorpus(tmp_path, cache=tmp_path).setup()
     with pytest.raises(ValueError, match="'!' at position 2 is not in the alphabet"):
         encode("ab!", "ab")
 

@@ -119,6 +119,30 @@ def test_twenty_kills_in_a_row_lose_nothing(tmp_path):
     assert_same_training(tmp_path, tmp_path / "undisturbed")
 
 
+def test_a_training_that_ran_out_of_time_goes_on_when_it_is_given_more(tmp_path):
+    slow = ["--data.batch_size", "1", "--trainer.max_steps", "100000"]
+    code, output = run(tmp_path, *fit(tmp_path, *slow, "--trainer.max_time", "00:00:00:01"))
+    assert code == 0, output
+    step = load(tmp_path)["global_step"]
+    end = ["--data.batch_size", "1", "--trainer.max_steps", str(step + 10), "--trainer.max_time", "00:01:00:00"]
+    code, output = run(tmp_path, *fit(tmp_path, *end, "--ckpt_path", "last"))
+    assert code == 0, output
+    assert load(tmp_path)["global_step"] == step + 10
+
+
+def test_a_training_from_the_checkpoint_of_another_run_leaves_that_of_its_name_alone(undisturbed, tmp_path):
+    shutil.copytree(undisturbed / "checkpoints", tmp_path / "run" / "checkpoints")
+    before = load(tmp_path / "run", "best")
+    other = str(undisturbed / "checkpoints" / "last.ckpt")
+    worse = ["--trainer.max_steps", "30", "--model.optimizer.init_args.lr", "1.0", "--ckpt_path", other]
+    code, output = run(tmp_path, *fit(tmp_path, *worse, "--trainer.default_root_dir", str(tmp_path / "run")))
+    assert code == 0, output
+    assert "An earlier run is now" in output
+    assert_equal(load(tmp_path / "run-1", "best")["state_dict"], before["state_dict"])
+    assert load(tmp_path / "run")["global_step"] == 30
+    assert load(tmp_path / "run", "best")["global_step"] > before["global_step"]
+
+
 @pytest.fixture
 def trained(undisturbed, tmp_path):
     """A copy of that folder, to spoil."""

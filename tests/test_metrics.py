@@ -77,3 +77,11 @@ def test_lengths_are_those_of_the_context():
     assert lengths(inputs, mask).tolist() == [1, 3]
     packed = torch.zeros(2, 3, 4).masked_fill(~mask.unsqueeze(-1), -torch.inf)
     assert lengths(inputs, packed).tolist() == [1, 3]
+
+
+def test_mean_free_sequences_have_a_token_less_in_bits_per_dimension():
+    usual, mean_free = Likelihood(2), Likelihood(2, is_mean_free=True)
+    for metric in (usual, mean_free):
+        metric.update(torch.tensor([-3.0, -5.0]), torch.tensor([2, 4]))
+    assert mean_free.values()["token_nll"] == usual.values()["token_nll"]
+    assert mean_free.values()["bpd"] == pytest.approx(usual.values()["bpd"] * 6 / 4)

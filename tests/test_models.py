@@ -103,17 +103,19 @@ def test_no_rung_has_more_parameters_than_dot_products_and_none_has_many_fewer(r
     assert most.hidden_width == 4 * features
 
 
+def test_a_published_contraction_is_one():
+    with pytest.raises(ValueError, match="coefficient must be between 0 and 1; got coefficient=5"):
+        make(rung="contractive_inf", coefficient=5.0)
+
+
 def test_counting_parameters_draws_no_random_numbers():
+    width = make().hidden_width
     torch.manual_seed(5)
-    one = make(hidden=make().hidden_width)
+    one = make(hidden=width)
     torch.manual_seed(5)
-    make()
     other = make()
-    torch.manual_seed(5)
-    again = make()
     assert one.hidden_width == other.hidden_width
-    torch.manual_seed(5)
-    assert torch.equal(again.embedding.weight, make().embedding.weight)
+    assert torch.equal(one.embedding.weight, other.embedding.weight)
 
 
 # -- branches

@@ -18,7 +18,9 @@ from flowattn.training.checkpoint_io import CheckpointError, read_checkpoint, wr
 from flowattn.training.exact import exact_logdets
 from flowattn.training.guards import check_batch, check_loss
 from flowattn.training.monitors import captured_inputs, maps
+from flowattn.training.predictions import histogram
 from flowattn.training.random_state import generators, get_state, set_state
+from flowattn.training.report import Report
 from flowattn.transforms import InvertibleAttention, TokenActNorm
 from tests.tiny import RandomFlow, Tiny
 
@@ -171,6 +173,30 @@ def test_the_schedule_ends_with_the_training(tmp_path):
     module = DensityModule(small_flow, (4, 2), scheduler=lambda o: WarmupCosine(o, warmup_steps=1, final=0.0))
     trainer(tmp_path, max_steps=7, limit_val_batches=0).fit(module, datamodule=Tiny())
     assert module.optimizers().param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
+
+
+def test_a_longer_training_goes_on_along_a_longer_schedule():
+    def make(total):
+        return WarmupCosine(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), warmup_steps=1, total_steps=total)
+
+    short, long = make(10), make(20)
+    for _ in range(10):
+        short.optimizer.step()
+        short.step()
+    long.load_state_dict(short.state_dict())
+    assert long.last_epoch == 10 and long.total_steps == 20
+    assert long.get_lr()[0] > 0.5 > 0.02 > short.get_lr()[0]
+
+
+def test_a_model_without_a_finite_density_is_in_the_table_and_in_the_picture(tmp_path, capsys):
+    report = Report(Tiny(), "Flow", {}, torch.device("cpu"), is_exact=True, is_mean_free=False)
+    batch = Batch(torch.zeros(2, 4, 2), None, torch.arange(2))
+    report.add(batch, torch.tensor([-1.0, -torch.inf]))
+    report.show(tmp_path, is_first=True)
+    assert [line.split(",")[:2] for line in (tmp_path / "test.csv").read_text().splitlines()[1:2]] == [["Flow", "inf"]]
+    assert "inf" in capsys.readouterr().out
+    figure = histogram({"index": np.arange(3), "log_prob_per_token": np.array([-1.0, -np.inf, -2.0])})
+    assert figure.axes[0].get_title() == "3 sequences, 1 of them not finite"
 
 
 class Weight(nn.Module):

@@ -161,7 +161,8 @@ class CharCorpus(LightningDataModule):
         return decode(numbers.numpy(), self.alphabet)
 
     def train_dataloader(self) -> CharLoader:
-        return self._loader("train", self.batch_size, shuffle=True)
+        overfit = getattr(self.trainer, "overfit_batches", 0) > 0
+        return self._loader("train", self.batch_size, shuffle=not overfit)
 
     def val_dataloader(self) -> CharLoader:
         return self._loader("val", self.eval_batch_size)

@@ -123,11 +123,9 @@ def _read(path: Path | None) -> tuple[str, dict[str, str]]:
                     "%s has %s characters, where the Penn Treebank has %s: figures are not comparable.",
                     path / name, f"{len(splits[split]):,}", f"{count:,}",
                 )  # fmt: skip
-        return "".join(sorted(set("".join(splits.values())))), splits
+        return _alphabet("".join(splits.values()), path), splits
     text = _documentation() if path is None else _decoded(path)
-    alphabet = "".join(sorted(set(text)))
-    if len(alphabet) > 256:
-        raise ValueError(f"a text must have at most 256 different characters; {path} has {len(alphabet)}.")
+    alphabet = _alphabet(text, path)
     edges = np.cumsum([0, *_SHARES.values()]) * len(text)
     starts = [round(edge) for edge in edges]
     splits = {split: text[a:b] for split, a, b in zip(_SHARES, starts[:-1], starts[1:], strict=True)}
@@ -135,6 +133,13 @@ def _read(path: Path | None) -> tuple[str, dict[str, str]]:
         if not part:
             raise ValueError(f"the split {split!r} of {path} is empty: the text has only {len(text)} characters.")
     return alphabet, splits
+
+
+def _alphabet(text: str, path: Path | None) -> str:
+    alphabet = "".join(sorted(set(text)))
+    if len(alphabet) > 256:  # a byte each
+        raise ValueError(f"a text must have at most 256 different characters; {path} has {len(alphabet)}.")
+    return alphabet
 
 
 def _member(folder: Path, name: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import json
 import logging
 import statistics
@@ -52,6 +53,11 @@ class Run:
     def name(self) -> str:
         norm = "_layernorm" if self.layer_norm else ""
         return f"{self.rung}{norm}_{self.layers}layers_rate{self.rate:g}_seed{self.seed}"
+
+    @property
+    def file_name(self) -> str:
+        """The name, and a few digits that tell runs apart which differ in what it leaves out."""
+        return f"{self.name}_{hashlib.sha256(repr(self).encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ def run_all(runs: Sequence[Run], options: argparse.Namespace, name: str) -> list
             done[run] = outcome
             with kept.open("a") as file:
                 print(json.dumps([asdict(run), asdict(outcome)]), file=file)
-            write_csv(folder / f"{name}_{run.name}.csv", outcome.curve)
+            write_csv(folder / f"{name}_{run.file_name}.csv", outcome.curve)
     families = {_family(run) for run in runs}
     others = [run for run in done if run not in runs and _family(run) in families]
     return [(run, done[run]) for run in [*runs, *others]]
@@ -140,7 +146,7 @@ def _family(run: Run) -> Run:
 
 def train_kept(run: Run, options: argparse.Namespace, advance: Any = lambda: None) -> tuple[Outcome, CharTransformer]:
     """What `train` gives, from the file in weights/ if the same run was trained before."""
-    path = options.out / "weights" / f"{run.name}.pt"
+    path = options.out / "weights" / f"{run.file_name}.pt"
     if path.exists():
         kept = torch.load(path, weights_only=True)
         if kept["run"] == asdict(run):

@@ -46,14 +46,16 @@ def summary(results: Results) -> list[Row]:
 
 
 def plot(rows: Sequence[Row]) -> Figure:
-    """The loss against depth, one line per rung, dashed without LayerNorm. Runs that diverged are missing."""
+    """The loss against depth, one line per rung and rate, dashed without LayerNorm. Runs that diverged are missing."""
     figure, ax = plt.subplots(figsize=(5.6, 3.4), layout="constrained")
-    rungs = list(dict.fromkeys(row["rung"] for row in rows))
-    for (k, rung), layer_norm in itertools.product(enumerate(rungs), (1, 0)):
-        line = [row for row in rows if (row["rung"], row["layer_norm"]) == (rung, layer_norm)]
+    rungs, rates = (list(dict.fromkeys(row[name] for row in rows)) for name in ("rung", "rate"))
+    for (k, rung), layer_norm, rate in itertools.product(enumerate(rungs), (1, 0), rates):
+        line = [row for row in rows if (row["rung"], row["layer_norm"], row["rate"]) == (rung, layer_norm, rate)]
+        line.sort(key=lambda row: row["layers"])
         if line:
             depths, losses = ([float(row[name]) for row in line] for name in ("layers", "val_nll"))
             label = f"{rung}, {'LayerNorm' if layer_norm else 'no LayerNorm'}"
+            label += f", rate {rate:g}" if len(rates) > 1 else ""
             ax.plot(depths, losses, color=COLORS[k % len(COLORS)], marker=MARKERS[k % len(MARKERS)], label=label,
                     linestyle="-" if layer_norm else "--")  # fmt: skip
     ax.set_xscale("log", base=2)

@@ -14,6 +14,8 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -77,7 +79,7 @@ def plot(results: Results) -> Figure:
         color, marker = LOOKS[run.rung]
         (line,) = ax.plot(steps, losses, color=color, marker=marker)
         if outcome.val_nll <= best + FAR:
-            top = max(top, *losses)
+            top = max([top, *losses])
             lines.setdefault(run.rung, line)
         else:
             lines.setdefault(f"{run.rung}: {outcome.val_nll:.2f}, above", line)
@@ -110,21 +112,19 @@ def main(arguments: Sequence[str] = ()) -> None:
     options = parser.parse_args(arguments)
     make_quick(options)
 
+    def kind(rung: str) -> dict[str, Any]:
+        return {
+            "layer_norm": options.layer_norm and rung != "invertible",
+            "position": None if rung == "contractive_inf" else options.position,
+        }
+
     runs = [
-        make_run(
-            options,
-            rung=rung,
-            layers=layers,
-            seed=seed,
-            rate=rate,
-            schedule="cosine",
-            layer_norm=options.layer_norm and rung != "invertible",
-            position=None if rung == "contractive_inf" else options.position,
-        )
+        make_run(options, rung=rung, layers=layers, seed=seed, rate=rate, schedule="cosine", **kind(rung))
         for layers, rung, rate, seed in itertools.product(options.layers, options.rungs, options.rates, options.seeds)
     ]
     order = list(RUNGS)
     results = run_all(runs, options, "ladder")
+    results = [result for result in results if asdict(result[0]).items() >= kind(result[0].rung).items()]
     results.sort(key=lambda result: (result[0].layers, order.index(result[0].rung), result[0].rate, result[0].seed))
     rows = summary(results)
     write_csv(options.out / "results" / "ladder.csv", rows)

@@ -130,8 +130,11 @@ def main(arguments: Sequence[str] = ()) -> None:
 
 def _texts(corpus: CharCorpus, characters: int) -> Tensor:
     """So many characters at least of the test split, in windows."""
-    windows = corpus.split("test")
+    windows, most = corpus.split("test"), corpus.num_characters("test")
     count = -(-characters // corpus.max_tokens)
-    if count > len(windows):
-        raise ValueError(f"characters must be at most the {corpus.num_characters('test')} of the test split.")
+    if count * corpus.max_tokens > most:
+        raise ValueError(
+            f"characters must be, in whole windows of {corpus.max_tokens}, at most the {most} of the test split; got "
+            f"characters={characters}."
+        )
     return windows.batch(torch.arange(count) * corpus.max_tokens).inputs

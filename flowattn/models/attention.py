@@ -57,6 +57,8 @@ class PairAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("kind", kind, PAIRS)
+        if not 0 < coefficient < 1:
+            raise ValueError(f"coefficient must be between 0 and 1; got coefficient={coefficient}.")
         self.kind = kind
         self.num_heads = num_heads
         self.width = features // num_heads

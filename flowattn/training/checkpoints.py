@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.callbacks import Checkpoint
+from pytorch_lightning.callbacks import Checkpoint, Timer
+from rich.console import Console
 from torch import Tensor
 
 from flowattn.checks import check_choice, check_positive
@@ -46,7 +47,15 @@ class Checkpoints(Checkpoint):
         self.last_step = trainer.global_step
         # What follows a validation goes by its metrics: early stops, and schedules that wait for a plateau.
         trainer._logger_connector._callback_metrics.update(self._metrics)
-        trainer.should_stop = trainer.should_stop or self._stop
+        if self._stop:
+            trainer.should_stop = True
+            if trainer.is_global_zero:
+                Console().print(
+                    f"This run had stopped by itself at step {trainer.global_step}: nothing is left to train."
+                )
+        has_best = trainer.strategy.broadcast(self.path(trainer, "best").exists())
+        if not has_best:  # the score is that of a checkpoint in another folder
+            self.best_score = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         step = trainer.global_step
@@ -91,11 +100,18 @@ class Checkpoints(Checkpoint):
     def _save(self, trainer: Trainer, name: str) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        self._stop = trainer.should_stop
+        self._stop = trainer.should_stop and not _is_out_of_time(trainer)
         self._metrics = {key: value.detach().cpu() for key, value in trainer.callback_metrics.items()}
         trainer.save_checkpoint(self.path(trainer, name), weights_only=False)
         if name == "last":
             self.last_step = trainer.global_step
+
+
+def _is_out_of_time(trainer: Trainer) -> bool:
+    """Whether `max_time` ended the training, which may be more the next time."""
+    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
+    left = [timer.time_remaining() for timer in timers]
+    return any(seconds is not None and seconds <= 0 for seconds in left)
 
 
 def _validation_follows(trainer: Trainer) -> bool:

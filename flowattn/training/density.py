@@ -72,7 +72,7 @@ class DensityModule(LightningModule):
         self.ema = ema
         self.should_standardize = standardize
         self.exact_test = exact_test
-        self.likelihood = Likelihood(self.features)
+        self.likelihood = Likelihood(self.features, self.is_mean_free)
         self._report: Report | None = None
         self._exact = ExitStack()
 
@@ -153,7 +153,9 @@ class DensityModule(LightningModule):
         self._use_exact_logdets()
         data = self._data()
         references = data.references(mean_free=True) if self.is_mean_free else data.references()
-        self._report = Report(data, type(self.flow).__name__, references, self.device, self.exact_test)
+        self._report = Report(
+            data, type(self.flow).__name__, references, self.device, self.exact_test, self.is_mean_free
+        )
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         log_prob = self._evaluate(batch, f"test batch {batch_idx}")

@@ -64,8 +64,11 @@ def write_predictions(parts: list[dict[str, Tensor]], out: Path, is_first: bool)
 def histogram(columns: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(4.6, 3.2), layout="constrained")
     axes = figure.subplots()
-    axes.hist(columns["log_prob_per_token"], bins="auto", color="#0072B2")
-    axes.set(xlabel="log-density per token (nats)", ylabel="sequences", title=f"{len(columns['index']):,} sequences")
+    values = columns["log_prob_per_token"]
+    finite = values[np.isfinite(values)]
+    axes.hist(finite, bins="auto", color="#0072B2")
+    left_out = f", {len(values) - len(finite):,} of them not finite" if len(finite) < len(values) else ""
+    axes.set(xlabel="log-density per token (nats)", ylabel="sequences", title=f"{len(values):,} sequences{left_out}")
     return figure
 
 

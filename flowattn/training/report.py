@@ -39,6 +39,7 @@ class Report:
         references: log-densities under simple models of the same space, by name.
         device: where batches are.
         is_exact: whether the model's log-determinants are exact.
+        is_mean_free: whether one of a sequence's tokens is given by the others.
     """
 
     def __init__(
@@ -48,13 +49,16 @@ class Report:
         references: dict[str, Callable[[Batch], Tensor]],
         device: torch.device,
         is_exact: bool,
+        is_mean_free: bool,
     ) -> None:
         self.data = data
         self.is_exact = is_exact
+        self.is_mean_free = is_mean_free
         self.name = name
         self.references = references
         self.metrics = {
-            label: Likelihood(data.event_shape[1]).to(device) for label in [name, *self.references, "truth"]
+            label: Likelihood(data.event_shape[1], is_mean_free).to(device)
+            for label in [name, *self.references, "truth"]
         }
         self.rows: list[dict[str, Tensor]] = []
 
@@ -77,11 +81,12 @@ class Report:
         rows = gather_rows(self.rows)
         if not is_first or not rows:
             return
-        table = [Row(label, **value) for label, value in values.items() if math.isfinite(value["nll"])]
+        table = [Row(label, **value) for label, value in values.items() if label != "truth" or "truth" in rows]
         entropy = self.data.entropy()
         if entropy is not None:
-            per_token = entropy[0] / rows["length"].double().mean().item()
-            table.append(Row("entropy", *entropy, per_token, per_token / (self.data.event_shape[1] * math.log(2))))
+            tokens = rows["length"].double().mean().item()
+            dimensions = self.data.event_shape[1] * (tokens - 1 if self.is_mean_free else tokens)
+            table.append(Row("entropy", *entropy, entropy[0] / tokens, entropy[0] / (dimensions * math.log(2))))
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "test.csv", "w", newline="") as file:
             writer = csv.writer(file)

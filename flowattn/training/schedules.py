@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -36,6 +37,10 @@ class WarmupCosine(LRScheduler):
         self.total_steps = total_steps
         self.final = final
         super().__init__(optimizer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from there, to the end that this training has: it may be longer than the one before."""
+        super().load_state_dict(state_dict | {"total_steps": self.total_steps})
 
     def get_lr(self) -> list[float | Tensor]:
         rise = (self.last_epoch + 1) / self.warmup_steps
