@@ -121,9 +121,12 @@ def split_context(
     return features, ~padding
 
 
-def refuse_mask(mask: Bool[Tensor, "batch tokens"] | None) -> None:
-    """Raises at a mask, on behalf of what has no use for padding."""
-    if mask is not None:
+def refuse_mask(mask: Bool[Tensor, "batch tokens"] | None, context: Tensor | None) -> None:
+    """Raises at the mask of a context, on behalf of what has no use for padding.
+
+    Where values cannot be looked at, features of tokens have a mask always, and may have no padding all the same.
+    """
+    if mask is not None and context is not None and (can_look() or context.dtype == torch.bool):
         raise ValueError(f"context must hold no mask, since there is no padding here; got one of {list(mask.shape)}.")
 
 

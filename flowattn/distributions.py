@@ -15,7 +15,22 @@ from flowattn.checks import check_positive
 from flowattn.context import split_context, sum_over_tokens, zero_padding
 
 
-class SequenceNormal(Distribution):
+class BatchedSampling(Distribution):
+    """Samples in batches as at once: nflows joins the batches of a context along the wrong dimension."""
+
+    def sample(
+        self, num_samples: int, context: Tensor | None = None, batch_size: int | None = None
+    ) -> Float[Tensor, "*batch samples tokens features"]:
+        """Samples [num_samples, N, D], or [batch, num_samples, N, D] with a context; `batch_size` at a time."""
+        num_samples = operator.index(num_samples)
+        batch_size = num_samples if batch_size is None else operator.index(batch_size)
+        check_positive(num_samples=num_samples, batch_size=batch_size)
+        context = None if context is None else torch.as_tensor(context)
+        sizes = [min(batch_size, num_samples - start) for start in range(0, num_samples, batch_size)]
+        return torch.cat([self._sample(size, context) for size in sizes], 0 if context is None else 1)
+
+
+class SequenceNormal(BatchedSampling):
     r"""A standard normal distribution of every feature of every real token.
 
     .. math:: \log p(X) = -\tfrac12 \sum_{i \text{ real}} \bigl(\|x_i\|^2 + D \log 2\pi\bigr)
@@ -45,17 +60,6 @@ class SequenceNormal(Distribution):
         check_positive(**{f"event_shape[{k}]": size for k, size in enumerate(event_shape)})
         self.max_tokens, self.features = map(operator.index, event_shape)
         self.register_buffer("_like", torch.zeros(()), persistent=False)
-
-    def sample(
-        self, num_samples: int, context: Tensor | None = None, batch_size: int | None = None
-    ) -> Float[Tensor, "*batch samples tokens features"]:
-        """Samples [num_samples, N, D], or [batch, num_samples, N, D] with a context; `batch_size` at a time."""
-        num_samples = operator.index(num_samples)
-        batch_size = num_samples if batch_size is None else operator.index(batch_size)
-        check_positive(num_samples=num_samples, batch_size=batch_size)
-        context = None if context is None else torch.as_tensor(context)
-        sizes = [min(batch_size, num_samples - start) for start in range(0, num_samples, batch_size)]
-        return torch.cat([self._sample(size, context) for size in sizes], 0 if context is None else 1)
 
     def _sample(self, num_samples: int, context: Tensor | None) -> Tensor:
         if context is None:

@@ -333,3 +333,12 @@ def test_transforms_compose_with_those_of_nflows():
     chain = CompositeTransform([make() for make in TRANSFORMS.values()]).double()
     x = systems()
     torch.testing.assert_close(chain.inverse(chain(x)[0])[0], x, rtol=0, atol=1e-8)
+
+
+def test_features_of_tokens_are_no_mask_to_torch_func():
+    block, features = MovingResidual(L2SelfAttention(3, 1, context_features=2)), torch.randn(2, 4, 2)
+    x = torch.randn(2, 4, 3)
+    gradient = torch.func.grad(lambda x: block(x, features)[1].sum())(x)
+    leaf = x.clone().requires_grad_()
+    block(leaf, features)[1].sum().backward()
+    torch.testing.assert_close(gradient, leaf.grad)

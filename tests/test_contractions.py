@@ -853,3 +853,9 @@ def test_a_map_without_parameters_goes_where_it_is_sent():
     f = Declared(Half(), features=3, bound=0.5)
     assert f.to("meta")._like().device.type == "meta"
     assert not f.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_map_in_half_precision_is_refused_in_words(dtype):
+    with pytest.raises(ValueError, match="x must be of single or double precision"):
+        L2SelfAttention(3, 1).to(dtype)(torch.zeros(2, 4, 3, dtype=dtype))

@@ -492,3 +492,30 @@ def test_a_step_of_training_changes_every_parameter():
     same = [name for name, p in flow.named_parameters() if torch.equal(p, before[name])]
     assert same == []
     assert all(isinstance(p, nn.Parameter) for p in flow.parameters())
+
+
+class OwnLinear(LULinear):
+    """A user's own, which is of vectors as its parent is."""
+
+
+def test_lists_know_what_is_of_vectors():
+    torch.manual_seed(0)
+    own, plain = (TransformFlow((4, 3), [kind]) for kind in (OwnLinear, LULinear))
+    own.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        own._transform._transforms[0].transform.unconstrained_upper_diag.add_(1)
+        plain._transform._transforms[0].transform.unconstrained_upper_diag.add_(1)
+    x = torch.randn(2, 4, 3)
+    torch.testing.assert_close(own.log_prob(x), plain.log_prob(x))
+    TransformFlow((4, 3), [lambda d: InverseTransform(AutoregressiveAttention(d, 1, hidden=4))]).log_prob(x)
+    both = TransformFlow((4, 3), [lambda d: InverseTransform(CompositeTransform([LULinear(d), LULinear(d)]))])
+    assert isinstance(both._transform._transforms[0], Tokenwise)
+    with pytest.raises(ValueError, match="must not be in one CompositeTransform"):
+        TransformFlow((4, 3), [lambda d: CompositeTransform([LULinear(d), TokenActNorm(d)])])
+
+
+def test_samples_of_a_context_come_in_batches():
+    flow = AttentionFlow((4, 3), depth=1, context_features=2)
+    context = torch.tensor([[-5.0, 0.0], [5.0, 0.0]])
+    assert flow.sample(5, context, batch_size=2).shape == (2, 5, 4, 3)
+    assert AttentionFlow((4, 3), depth=1).sample(5, batch_size=2).shape == (5, 4, 3)

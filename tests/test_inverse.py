@@ -622,3 +622,16 @@ def test_the_inverse_of_no_samples_is_none():
     f.free = counted
     assert Solver().solve(f, torch.randn(0, 3, 4)).x.shape == (0, 3, 4)
     assert evaluations <= 1
+
+
+def test_forward_mode_through_the_inverse_is_refused():
+    f, y = FeedForward(3, 8), torch.randn(2, 4, 3)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="nor forward mode"):
+        invert(f, torch.autograd.forward_ad.make_dual(y, torch.ones_like(y)))
+
+
+def test_a_gradient_that_is_not_a_number_stays_one():
+    y = torch.randn(2, 4, 3, requires_grad=True)
+    x = invert(FeedForward(3, 8), y)
+    x.backward(torch.full_like(x, torch.nan))
+    assert y.grad.isnan().all()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowattn.contractions import DotProductSelfAttention, L2SelfAttention
+from flowattn.contractions import Declared, DotProductSelfAttention, L2SelfAttention
 from flowattn.lipschitz import DotProductHeads, local_lipschitz, report
 from flowattn.models.attention import PairAttention
 
@@ -115,3 +115,9 @@ def test_layers_of_character_models_are_no_modules_that_are_known(kind):
     layer = PairAttention(8, 2, kind=kind, max_tokens=5, position_bias=False)
     assert DotProductHeads.of(layer) is None
     assert "local" in str(report(layer, torch.randn(1, 5, 8)))
+
+
+def test_a_bound_that_is_declared_in_one_norm_is_told():
+    found = report(Declared(torch.nn.Tanh(), 3, 0.999, structure="tokenwise"), torch.randn(1, 4, 3))
+    assert [(bound.name, bound.norm) for bound in found.bounds if bound.name == "declared"] == [("declared", "token")]
+    assert "No bound" not in str(found)

@@ -639,3 +639,43 @@ def test_tokens_far_outside_their_balls_spoil_no_gradient(scale):
     x = (scale * torch.randn(2, 5, 4)).requires_grad_()
     block(x)[1].sum().backward()
     assert x.grad.isfinite().all() and all(p.grad.isfinite().all() for p in block.parameters() if p.grad is not None)
+
+
+def test_second_derivatives_of_roulette_are_refused_in_every_mode():
+    f, x, logdet = FeedForward(2, 4), torch.randn(1, 3, 2), RussianRoulette()
+
+    def value(x):
+        return logdet(f, x)[1].sum()
+
+    assert torch.func.grad(value)(x).isfinite().all()
+    assert torch.func.jvp(value, (x,), (x,))[1].isfinite()
+    for second in (
+        lambda: torch.func.grad(lambda x: torch.func.grad(value)(x).sum())(x),
+        lambda: torch.func.jvp(torch.func.grad(value), (x,), (x,)),
+    ):
+        with pytest.raises(NotImplementedError, match="differentiated once"):
+            second()
+    with torch.autograd.forward_ad.dual_level():
+        dual = value(torch.autograd.forward_ad.make_dual(x.clone().requires_grad_(), torch.ones_like(x)))
+        tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent
+        with pytest.raises(NotImplementedError, match="differentiated once"):
+            tangent.backward()
+
+
+@pytest.mark.parametrize("head_features", [2, 5])
+def test_gradients_of_each_sample_by_vmap(head_features):
+    block = InvertibleAttention(4, 2, head_features=head_features, causal=True, logdet=ExactLogDet()).double()
+    x, weights = torch.randn(3, 5, 4, dtype=torch.float64), dict(block.named_parameters())
+
+    def value(weights, x):
+        return torch.func.functional_call(block, weights, (x.unsqueeze(0),))[1][0]
+
+    each = torch.func.vmap(torch.func.grad(value), (None, 0))(weights, x)["contraction.W"]
+    block(x)[1].sum().backward()
+    torch.testing.assert_close(each.sum(0), block.contraction.W.grad)
+
+
+def test_an_empty_batch_has_no_log_determinants():
+    for options in ({}, {"head_features": 5}, {"lift": 8}, {"position_bias": "alibi"}):
+        block = InvertibleAttention(4, 2, causal=True, logdet=ExactLogDet(), **options)
+        assert block(torch.zeros(0, 5, 4), torch.zeros(0, 5, dtype=torch.bool))[1].shape == (0,)

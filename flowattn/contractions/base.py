@@ -24,7 +24,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def full_precision(method: Method) -> Method:
-    """Runs a method outside autocast, on float32 where it was given less: a bound that is rounded is none."""
+    """Runs a method without autocast, then on float32 where it was given less: a bound that is rounded is none."""
 
     def full(value: Any) -> Any:
         half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
@@ -33,6 +33,11 @@ def full_precision(method: Method) -> Method:
     @functools.wraps(method)
     def wrapper(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled(x.device.type):
+            if x.dtype in (torch.float16, torch.bfloat16) and isinstance(self, Contraction):
+                raise ValueError(
+                    f"x must be of single or double precision, since a bound that is rounded is none; got {x.dtype}. "
+                    "Use autocast, or a transform of this map."
+                )
             return method(self, x, *args, **kwargs)
         with without_autocast(x):
             return method(self, full(x), *map(full, args), **{k: full(v) for k, v in kwargs.items()})
@@ -79,7 +84,7 @@ class Contraction(nn.Module):
     # -- what a subclass gives
 
     def free(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
-        """The map before it is scaled. Rows of padding may hold anything."""
+        """The map before it is scaled. Padding is given as zeros, and its rows may hold anything finite."""
         raise NotImplementedError
 
     def row_bounds(self, num_tokens: int, mask: Tensor | None = None, norm: Norm = "token") -> Tensor:

@@ -64,8 +64,9 @@ class HeadBlocks(TokenBlocks):
         batch, heads, tokens, width, _ = self.C.shape
         with without_autocast(self.C):
             W = self.W.mT.unflatten(0, (heads, width))
-            right = self._scaled_C().permute(1, 3, 0, 2, 4).reshape(heads, -1, width) @ W
-            return (self.B.mT @ right.view(heads * width, -1)).view(-1, batch, tokens, len(self.W)).movedim(0, 2)
+            right = self._scaled_C().permute(1, 3, 0, 2, 4).reshape(heads, width * batch * tokens, width) @ W
+            shape = self.B.shape[1], batch, tokens, len(self.W)
+            return (self.B.mT @ right.reshape(heads * width, batch * tokens * len(self.W))).view(shape).movedim(0, 2)
 
     def scaled(self, scale: Tensor) -> HeadBlocks:
         return HeadBlocks(self.C, self.W, self.B, self.c * scale)
@@ -100,18 +101,17 @@ class _HeadLogAbsDet(torch.autograd.Function):
     def forward(C: Tensor, K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         batch, heads, tokens, width, _ = C.shape
         inner = heads * width
-        logabsdet, dC, dK = C.new_empty(batch), torch.empty_like(C), K.new_empty(batch, *K.shape)
+        parts = []
         step = max(1, 2**20 // (tokens * inner * inner))
-        for start in range(0, batch, step):
-            part = slice(start, start + step)
-            rows = C[part].flatten(2, 3)
+        for start in range(0, max(1, batch), step):
+            rows = C[start : start + step].flatten(2, 3)
             product = (rows @ K).unflatten(2, (tokens, width)).transpose(1, 2).flatten(2, 3)
             product.diagonal(dim1=-2, dim2=-1).add_(1)
             inverse, logabsdets = _invert_by_heads(product.flatten(0, 1), width)
-            logabsdet[part] = logabsdets.unflatten(0, (-1, tokens)).sum(-1)
-            columns = inverse.view(-1, tokens, inner, heads, width).permute(0, 3, 1, 4, 2).flatten(2, 3)
-            dC[part] = (columns @ K.mT).unflatten(2, (tokens, width))
-            dK[part] = rows.mT @ columns
+            columns = inverse.view(len(rows), tokens, inner, heads, width).permute(0, 3, 1, 4, 2).flatten(2, 3)
+            dC = (columns @ K.mT).unflatten(2, (tokens, width))
+            parts.append((logabsdets.view(len(rows), tokens).sum(-1), dC, rows.mT @ columns))
+        logabsdet, dC, dK = map(torch.cat, zip(*parts, strict=True))
         return logabsdet, dC, dK
 
     @staticmethod
@@ -125,7 +125,7 @@ class _HeadLogAbsDet(torch.autograd.Function):
         C, K, dC, dK = ctx.saved_tensors
         if torch.is_grad_enabled():
             return torch.func.vjp(_plain_head_logabsdet, C, K)[1](g)
-        return dC * g[:, None, None, None, None], torch.einsum("b,bhij->hij", g, dK)
+        return dC * g[:, None, None, None, None], (g[:, None, None, None] * dK).sum(0)
 
     @staticmethod
     def jvp(ctx: Any, C_change: Tensor | None, K_change: Tensor | None) -> Any:

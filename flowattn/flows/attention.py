@@ -9,7 +9,7 @@ from nflows.flows import Flow
 from nflows.transforms import LULinear
 
 from flowattn.checks import check_choice, check_positive
-from flowattn.distributions import SequenceNormal
+from flowattn.distributions import BatchedSampling, SequenceNormal
 from flowattn.flows.features import NoFeatures
 from flowattn.logdet import LogDet
 from flowattn.transforms import (
@@ -24,7 +24,7 @@ from flowattn.transforms import (
 __all__ = ["AttentionFlow"]
 
 
-class AttentionFlow(Flow):
+class AttentionFlow(BatchedSampling, Flow):
     """A density of sequences or sets of tokens: blocks of invertible attention over a normal distribution.
 
     A block is `TokenActNorm`, a linear map of each token (LU), `InvertibleAttention`, and a feed-forward part. Without

@@ -15,7 +15,7 @@ from flowattn.checks import can_look, check_positive, check_positive_number
 from flowattn.context import refuse_mask, split_context
 from flowattn.contractions.centred import Centred, centre
 from flowattn.contractions.radial import CentralForces, PairForces
-from flowattn.distributions import SequenceNormal
+from flowattn.distributions import BatchedSampling, SequenceNormal
 from flowattn.flows.features import NoFeatures
 from flowattn.logdet import LogDet
 from flowattn.transforms import CentredAttention, CentredFeedForward, CentredLinear, Chain, ResidualTransform
@@ -48,14 +48,14 @@ class MeanFreeNormal(SequenceNormal):
 
     def _log_prob(self, inputs: Tensor, context: Tensor | None) -> Tensor:
         logarithm = super()._log_prob(inputs, context)
-        refuse_mask(split_context(context, inputs)[1])
+        refuse_mask(split_context(context, inputs)[1], context)
         if can_look():
             _check_mean_free(inputs.detach())
         return logarithm + 0.5 * self.features * math.log(2 * math.pi)
 
     def _sample(self, num_samples: int, context: Tensor | None) -> Tensor:
         if context is not None:
-            refuse_mask(split_context(context, self._blank(context))[1])
+            refuse_mask(split_context(context, self._blank(context))[1], context)
         return super()._sample(num_samples, context)
 
     def _noise(self, num_samples: int, num_tokens: int) -> Tensor:
@@ -79,7 +79,7 @@ def _check_mean_free(inputs: Tensor) -> None:
         )
 
 
-class ParticleFlow(Flow):
+class ParticleFlow(BatchedSampling, Flow):
     """A density of systems of particles whose centre is at the origin, the same for any order of the particles.
 
     A block is a linear map of each particle (`CentredLinear`), the residual blocks of `PairForces` and of

@@ -28,10 +28,10 @@ def invert(
     The gradient is solved for as the inverse is, with no trace of the iteration in memory. It is not differentiable
     once more, and says so.
     """
-    if not can_look():
+    if not can_look() or torch.autograd.forward_ad._current_level >= 0:
         raise NotImplementedError(
-            "the inverse of x + f(x) is found by an iteration that looks at its values, which torch.func cannot trace. "
-            "Differentiate it by torch.autograd, or transform the forward direction."
+            "the inverse of x + f(x) is found by an iteration that looks at its values, which neither torch.func nor "
+            "forward mode can trace. Differentiate it by torch.autograd, backwards, or transform the forward direction."
         )
     solver = Solver() if solver is None else solver
     x = solver.solve(f, y, mask, context).x
@@ -59,6 +59,8 @@ def _solve_adjoint(
         return None
     if torch.is_grad_enabled():
         raise NotImplementedError("the inverse can be differentiated once; a second derivative was asked for.")
+    if not g.isfinite().all():
+        return g * torch.nan  # for whoever asked, such as a scaler of losses, which skips the step
 
     def evaluate(u: Tensor, active: Tensor) -> tuple[Tensor, None]:
         whole = torch.zeros_like(g).index_copy(0, active, u)

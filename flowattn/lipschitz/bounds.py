@@ -44,7 +44,7 @@ def visible_weight(
     if causal:
         visible = visible.tril()
     if mask is not None:
-        mask = mask.reshape(len(mask), *[1] * (bias.ndim - 1), -1)
+        mask = mask.reshape(len(mask), *[1] * (bias.ndim - 1), mask.shape[-1])
         visible = visible & mask
     # A row that sees nothing but itself has log 0 = -inf, whose gradient must be 0 and not NaN.
     alone = ~visible.any(-1)

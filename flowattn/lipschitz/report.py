@@ -155,11 +155,15 @@ def _dot_product_bounds(heads: DotProductHeads, x: Tensor, norm: Norm) -> Iterat
 
 
 def _declared_bounds(module: Any, num_tokens: int, norms: Sequence[Norm]) -> tuple[list[Bound], str]:
-    try:
-        values = {norm: torch.as_tensor(module.lipschitz_bound(num_tokens, norm)).item() for norm in norms}
-    except ValueError as error:
-        return [], f"No bound: {error}"
-    return [Bound("declared", norm, "everywhere", value, 1.0) for norm, value in values.items()], ""
+    bounds, reason = [], ""
+    for norm in norms:
+        try:
+            value = torch.as_tensor(module.lipschitz_bound(num_tokens, norm)).item()
+        except ValueError as error:
+            reason = str(error)
+        else:
+            bounds.append(Bound("declared", norm, "everywhere", value, 1.0))
+    return bounds, "" if bounds or not reason else f"No bound: {reason}"
 
 
 def _confirmed(heads: DotProductHeads, f: Callable[[Tensor], Tensor], x: Tensor) -> DotProductHeads | None:

@@ -27,6 +27,7 @@ class LogDet(ABC):
 
 def probes(x: Tensor, mask: Tensor | None, num_probes: int, generator: torch.Generator | None) -> Tensor:
     r"""Random signs v [num_probes, B, N, D] with :math:`E\,v v^T = I`, zero at padding."""
-    signs = torch.randint(0, 2, (num_probes, *x.shape), generator=generator, device=x.device, dtype=torch.int8)
-    v = signs.to(x.dtype) * 2 - 1
+    place = x.device if generator is None else generator.device
+    signs = torch.randint(0, 2, (num_probes, *x.shape), generator=generator, device=place, dtype=torch.int8)
+    v = signs.to(x) * 2 - 1
     return v if mask is None else v * mask.unsqueeze(-1)

@@ -118,14 +118,13 @@ class RussianRoulette(LogDet):
             with torch.no_grad():
                 series, u = (t.detach() for t in self._series(push, v, survival))  # without tangents, too
             surrogate = (v * push(u)).sum((1, 2))
-            if surrogate.requires_grad and can_look():
-                surrogate.register_hook(_refuse_second_derivative)
+            _refuse_second_derivatives(surrogate)
             logabsdet = logabsdet + series + (surrogate - surrogate.detach())
         return value, logabsdet / self.num_probes
 
     def _series(self, push: Push, v: Tensor, survival: float) -> tuple[Tensor, Tensor]:
         """The estimate of the log-determinant, and u, for one probe."""
-        num_terms = self._draw(survival, v.device)
+        num_terms = self._draw(survival)
         series, u, w = v.new_zeros(v.shape[0]), v, v
         for k in range(1, num_terms + 1):
             w = push(w)
@@ -134,10 +133,10 @@ class RussianRoulette(LogDet):
             u = u + (-1) ** k * weight * w
         return series, u
 
-    def _draw(self, survival: float, device: torch.device) -> int:
+    def _draw(self, survival: float) -> int:
         if survival == 0:  # of a map that is constant
             return self.num_exact_terms
-        place = self.generator.device if self.generator is not None else device
+        place = "cpu" if self.generator is None else self.generator.device
         uniform = torch.rand((), generator=self.generator, device=place, dtype=torch.float64).item()
         return self.num_exact_terms + int(math.log1p(-uniform) / math.log(survival))
 
@@ -147,9 +146,25 @@ class RussianRoulette(LogDet):
         return f"RussianRoulette(num_exact_terms={exact}, survival={survival}, num_probes={probes})"
 
 
-def _refuse_second_derivative(g: Tensor) -> None:
-    if torch.is_grad_enabled():
+def _refuse_second_derivatives(surrogate: Tensor) -> None:
+    """Raises at once where torch.func nests two derivatives; otherwise when a second one passes here."""
+
+    def refuse(g: Tensor) -> None:
         raise NotImplementedError(
             "RussianRoulette can be differentiated once; a second derivative was asked for. Use ExactLogDet() or "
             "PowerSeries()."
         )
+
+    if torch.compiler.is_compiling():
+        return
+    if not can_look():
+        levels = [level.key().name for level in torch._C._functorch.get_interpreter_stack()]
+        if sum(name in ("Grad", "Jvp") for name in levels) > 1:
+            refuse(surrogate)
+        return
+    if surrogate.requires_grad:
+        surrogate.register_hook(lambda g: refuse(g) if torch.is_grad_enabled() else None)
+    if torch.autograd.forward_ad._current_level >= 0:
+        tangent = torch.autograd.forward_ad.unpack_dual(surrogate).tangent
+        if tangent is not None and tangent.requires_grad:
+            tangent.register_hook(refuse)

@@ -54,7 +54,7 @@ class MovingResidual(ResidualTransform):
     @full_precision
     def _map(self, inputs: Tensor, context: Tensor | None, *, inverse: bool) -> tuple[Tensor, Tensor]:
         features, mask = self._split(context, inputs)
-        refuse_mask(mask)
+        refuse_mask(mask, context)
         if not inverse:
             change, logabsdet = self.logdet(self.contraction, inputs, None, features)
             return inputs + centre(change), logabsdet - self._shift_logabsdet(inputs)

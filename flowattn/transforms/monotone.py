@@ -52,6 +52,8 @@ def spline(
         >>> spline(torch.tensor([0.5]), torch.zeros(1, 11), tail_bound=2.0)[0]
         tensor([0.5000])
     """
+    if not x.numel():  # nflows looks for the smallest of none
+        return x, torch.zeros_like(x)
     exact = torch.promote_types(x.dtype, torch.float32)
     num_bins = (parameters.shape[-1] + 1) // 3
     widths, heights, slopes = torch.tanh(parameters.to(exact)).split([num_bins, num_bins, num_bins - 1], -1)
