@@ -54,7 +54,7 @@ class CharTransformer(nn.Module):
         layer_norm: whether branches see normalised tokens; not on the invertible rung.
         hidden: width inside the feed-forward parts.
         feed_forward: of the invertible rung, "coupling" or "contractive".
-        between: of the invertible rung, what surrounds attention: "linear", "actnorm" or "none".
+        between: of the invertible rung, what surrounds attention: "actnorm", "linear" or "none".
         radius: of the last two rungs, the balls of `L2SelfAttention`.
         norm_start: of the last two rungs, the weight of half of the features in the learned norm, at the start;
             None leaves the norm as it is, and so does between="none", which has no place for one.
@@ -83,7 +83,7 @@ class CharTransformer(nn.Module):
         layer_norm: bool = False,
         hidden: int | None = None,
         feed_forward: Literal["coupling", "contractive"] = "coupling",
-        between: Literal["linear", "actnorm", "none"] = "linear",
+        between: Literal["linear", "actnorm", "none"] = "actnorm",
         radius: float | Literal["learned"] | None = "learned",
         norm_start: float | None = 0.03,
         coefficient: float = 0.97,
@@ -216,7 +216,8 @@ class CharTransformer(nn.Module):
 
         Raises:
             ValueError: unless this is the invertible rung.
-            InverseNotConverged: where a block's inverse is not certified to `tolerance`.
+            InverseNotConverged: where a block's inverse is not certified to `tolerance`, times the length of its
+                longest token where rounding allows for no less.
         """
         if not isinstance(self.trunk, InvertibleTrunk):
             raise ValueError(f"invert needs rung='invertible'; got rung={self.rung!r}, whose trunk has no inverse.")

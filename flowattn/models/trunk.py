@@ -97,14 +97,14 @@ class InvertibleTrunk(Chain):
     .. math:: x \mapsto \bigl(xM + g(xM)\bigr) M^{-1} = x + g(xM) M^{-1},
 
     whose Lipschitz bound holds in the norm :math:`|xM|`, as told in `flowattn.models.attention`. They start so, with
-    M diagonal, and are free afterwards: each is a matrix by its triangular factors, and a scale of every feature.
+    M diagonal, and are free afterwards: each is a scale and a shift of every feature, and a matrix if asked for.
 
     Args:
         features: width of a token.
         hidden: width inside the feed-forward parts.
         attention: the contractions, one per layer.
         feed_forward: "coupling" over the two halves of the features, which needs no bound, or "contractive".
-        between: "linear" (a matrix and scales), "actnorm" (scales), or "none".
+        between: "actnorm" (scales and shifts), "linear" (a matrix, too), or "none".
         start: the weight of the second half of the features in the norm of attention, at the start.
         coefficient: Lipschitz constant of contractive feed-forward parts.
     """
@@ -189,6 +189,8 @@ def _map(part: list[Transform], x: Tensor) -> Tensor:
         return x + first.contraction(x)
     if not isinstance(first, Tokenwise | TokenActNorm):
         return first(x)[0]
+    if len(part) == 1 and isinstance(first, TokenActNorm):
+        return torch.addcmul(first.shift, x, first.log_scale.exp())
     # One product with the tokens, which are many, in place of one with each factor.
     weight, bias = _affine(first)
     for transform in part[1:]:
