@@ -518,4 +518,8 @@ def test_samples_of_a_context_come_in_batches():
     flow = AttentionFlow((4, 3), depth=1, context_features=2)
     context = torch.tensor([[-5.0, 0.0], [5.0, 0.0]])
     assert flow.sample(5, context, batch_size=2).shape == (2, 5, 4, 3)
+    torch.manual_seed(1)
+    parts = [flow.sample(2, context) for _ in range(2)]
+    torch.manual_seed(1)
+    assert torch.equal(flow.sample(4, context, batch_size=2), torch.cat(parts, 1))
     assert AttentionFlow((4, 3), depth=1).sample(5, batch_size=2).shape == (5, 4, 3)

@@ -106,7 +106,7 @@ def draw(labels: Tensor, ours: Tensor, others: dict[str, Tensor]) -> Figure:
         right.hist(
             (-ours[labels == label]).clamp(low, high).numpy(), edges, density=True, alpha=0.6, color=color, label=name
         )
-    lowest = "log-density per token (nats); the lowest 1 % are in the first bar"
+    lowest = "log-density per token (nats)\nthe lowest 1 % are in the first bar"
     right.set(xlabel=lowest, ylabel="density", title=f"{len(labels)} utterances")
     right.legend()
     return figure
