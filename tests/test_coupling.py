@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -5,6 +7,7 @@ from torch import nn
 from flowattn.context import pack_context
 from flowattn.transforms import AttentionCoupling, FeedForwardCoupling
 from flowattn.transforms.monotone import affine, spline
+from flowattn.transforms.networks import FeedForwardNetwork
 
 COUPLINGS = {
     "feed-forward, additive": lambda: FeedForwardCoupling(5, 16),
@@ -236,3 +239,15 @@ def test_wrong_widths_are_refused():
 def test_any_activation_will_do():
     transform = FeedForwardCoupling(4, 8, activation=lambda: nn.LeakyReLU(0.3), num_layers=4)
     assert sum(isinstance(m, nn.LeakyReLU) for m in transform.modules()) == 6
+
+
+@pytest.mark.parametrize("widths", [(3, 99, 2), (3, 99, 70, 5), (3, 96, 2), (3, 7, 2)])
+def test_padded_widths_change_nothing_but_the_time(widths):
+    layers = [part for pair in itertools.pairwise(widths) for part in (nn.Linear(*pair), nn.Sigmoid())]
+    plain = nn.Sequential(*layers[:-1]).double()
+    padded = FeedForwardNetwork(*plain)
+    x = torch.randn(4, 6, 3, dtype=torch.float64)
+    torch.testing.assert_close(padded(x), plain(x))
+    assert list(padded.state_dict()) == list(plain.state_dict())
+    wanted = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
+    torch.testing.assert_close(torch.autograd.grad(padded(x).square().sum(), list(plain.parameters())), wanted)

@@ -22,6 +22,7 @@ from flowattn.transforms import (
     TokenActNorm,
     Tokenwise,
 )
+from flowattn.transforms.networks import FeedForwardNetwork
 
 #: What attention keeps of the tokens so far, layer by layer; None before the first token.
 Kept = list[Any]
@@ -41,7 +42,7 @@ class ResidualTrunk(nn.Module):
         super().__init__()
         self.attention = nn.ModuleList(branches)
         self.feed_forward = nn.ModuleList(
-            nn.Sequential(nn.Linear(features, hidden), nn.GELU(), nn.Linear(hidden, features)) for _ in branches
+            FeedForwardNetwork(nn.Linear(features, hidden), nn.GELU(), nn.Linear(hidden, features)) for _ in branches
         )
         self.norms = nn.ModuleList(
             nn.LayerNorm(features) if layer_norm else nn.Identity() for _ in range(2 * len(branches) + 1)

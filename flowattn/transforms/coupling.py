@@ -21,6 +21,7 @@ from flowattn.context import keep_padding, per_token, split_context, sum_over_to
 from flowattn.contractions.base import full_precision
 from flowattn.transforms.base import TwoWayTransform
 from flowattn.transforms.monotone import affine, spline
+from flowattn.transforms.networks import FeedForwardNetwork
 from flowattn.transforms.parts import free_attention
 
 
@@ -216,7 +217,7 @@ class AttentionCoupling(_Coupling):
         return f"features={self.features}, kind={self.kind!r}, order={self.order.tolist()}"
 
 
-def _mlp(widths: list[int], activation: Callable[[], nn.Module]) -> nn.Sequential:
+def _mlp(widths: list[int], activation: Callable[[], nn.Module]) -> FeedForwardNetwork:
     """A network that gives zeros until it is trained."""
     layers: list[nn.Module] = []
     for width, following in itertools.pairwise(widths):
@@ -225,7 +226,7 @@ def _mlp(widths: list[int], activation: Callable[[], nn.Module]) -> nn.Sequentia
     assert isinstance(last, nn.Linear)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
-    return nn.Sequential(*layers[:-1])
+    return FeedForwardNetwork(*layers[:-1])
 
 
 def _join(x: Tensor, features: Tensor | None) -> Tensor:
