@@ -194,7 +194,8 @@ def test_a_batch_of_fit_and_of_test_runs(path, tmp_path, monkeypatch, capsys):
     model, data = "--model.init_args.model.init_args", "--data.init_args"
     options = [
         *("--config", str(path)),
-        *(f"{model}.features", "16", f"{model}.num_layers", "1", f"{model}.max_tokens", "16"),
+        *(f"{model}.features", "16", f"{model}.num_heads", "4"),
+        *(f"{model}.num_layers", "1", f"{model}.max_tokens", "16"),
         *(f"{data}.path", str(text), f"{data}.download", "false", f"{data}.cache", str(tmp_path)),
         *(f"{data}.max_tokens", "16", f"{data}.overlap", "8", f"{data}.batch_size", "4"),
         *("--trainer.max_steps", "1", "--trainer.val_check_interval", "1", "--trainer.logger", "false"),
