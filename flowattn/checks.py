@@ -16,9 +16,14 @@ def can_look() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
 
 
+def in_forward_mode() -> bool:
+    """Whether tensors may carry tangents of torch.autograd.forward_ad."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def nothing_is_recorded() -> bool:
     """Whether no derivative of any kind is being taken, so that a plain call does what an autograd Function would."""
-    return not torch.is_grad_enabled() and can_look() and torch.autograd.forward_ad._current_level < 0
+    return not torch.is_grad_enabled() and can_look() and not in_forward_mode()
 
 
 def without_autocast(like: Tensor) -> contextlib.AbstractContextManager[Any]:

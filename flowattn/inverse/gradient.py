@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flowattn.checks import can_look
+from flowattn.checks import can_look, in_forward_mode
 from flowattn.contractions import Contraction
 from flowattn.inverse.iteration import InverseNotConverged, iterate, lipschitz_of
 from flowattn.inverse.solver import Solver
@@ -28,7 +28,7 @@ def invert(
     The gradient is solved for as the inverse is, with no trace of the iteration in memory. It is not differentiable
     once more, and says so.
     """
-    if not can_look() or torch.autograd.forward_ad._current_level >= 0:
+    if not can_look() or in_forward_mode():
         raise NotImplementedError(
             "the inverse of x + f(x) is found by an iteration that looks at its values, which neither torch.func nor "
             "forward mode can trace. Differentiate it by torch.autograd, backwards, or transform the forward direction."

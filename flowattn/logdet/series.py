@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from flowattn.checks import can_look, check_positive
+from flowattn.checks import can_look, check_positive, in_forward_mode
 from flowattn.contractions import Contraction, Push
 from flowattn.logdet.base import LogDet, probes
 
@@ -164,7 +164,7 @@ def _refuse_second_derivatives(surrogate: Tensor) -> None:
         return
     if surrogate.requires_grad:
         surrogate.register_hook(lambda g: refuse(g) if torch.is_grad_enabled() else None)
-    if torch.autograd.forward_ad._current_level >= 0:
+    if in_forward_mode():
         tangent = torch.autograd.forward_ad.unpack_dual(surrogate).tangent
         if tangent is not None and tangent.requires_grad:
             tangent.register_hook(refuse)
