@@ -23,6 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowattn.kernel import HIDDEN, attention_with_diagonal, dot_product_attention, softmax_weights
+from flowattn.moments import mean_and_covariance, with_squares
 
 __all__ = [
     "HIDDEN",
@@ -211,10 +212,9 @@ def diagonal_blocks(
     """
     z, centre = _centred(z, causal)
     width, s = z.shape[-1], math.sqrt(z.shape[-1])
-    averages, own = attention_with_diagonal(*_queries_and_keys(z), _with_squares(z), bias, causal=causal)
-    m, covariance = _mean_and_covariance(averages, width)
-    identity = torch.eye(width, dtype=z.dtype, device=z.device)
-    return m + centre, covariance * (2 / s) + own[..., None, None] * identity
+    averages, own = attention_with_diagonal(*_queries_and_keys(z), with_squares(z), bias, causal=causal)
+    m, blocks = mean_and_covariance(averages, width, scale=2 / s, diagonal=own)
+    return m + centre, blocks
 
 
 def jacobian_blocks(
@@ -233,15 +233,14 @@ def jacobian_blocks(
     z, centre = _centred(z, causal)
     width = z.shape[-1]
     P = _weights(z, bias, causal)
-    m, covariance = _mean_and_covariance(P @ _with_squares(z), width)
+    m, covariance = mean_and_covariance(P @ with_squares(z), width, scale=2 / math.sqrt(width))
     to_key = z.unsqueeze(-3) - m.unsqueeze(-2)
     apart = z.unsqueeze(-2) - z.unsqueeze(-3)
     identity = torch.eye(width, dtype=z.dtype, device=z.device)
     outer = to_key.unsqueeze(-1) * apart.unsqueeze(-2) * (2 / math.sqrt(width))
     blocks = P[..., None, None] * (identity + outer)
     tokens = torch.eye(z.shape[-2], dtype=z.dtype, device=z.device)
-    own = covariance.unsqueeze(-3) * (2 / math.sqrt(width))
-    return m + centre, blocks + tokens[..., None, None] * own
+    return m + centre, blocks + tokens[..., None, None] * covariance.unsqueeze(-3)
 
 
 def _centred(z: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -266,28 +265,3 @@ def _queries_and_keys(z: Tensor) -> tuple[Tensor, Tensor]:
 
 def _weights(z: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
     return softmax_weights(*_queries_and_keys(z), bias, causal)
-
-
-def _with_squares(z: Tensor) -> Tensor:
-    first, second, _ = _pairs(z)
-    return torch.cat([z, (z @ first) * (z @ second)], -1)
-
-
-def _mean_and_covariance(averages: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    m, second = averages.tensor_split([width], -1)
-    square = (second @ _pairs(m)[2]).unflatten(-1, (width, width))
-    return m, square - m.unsqueeze(-1) * m.unsqueeze(-2)
-
-
-def _pairs(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Takes z to the factors of its products z_a z_b with a <= b, each once, and the products to a full matrix.
-
-    Matrices of zeros and ones: an index would be differentiated by scattering, which is slow.
-    """
-    width = z.shape[-1]
-    identity = torch.eye(width, dtype=z.dtype, device=z.device)
-    a, b = torch.triu_indices(width, width, device=z.device)
-    first, second = identity[:, a], identity[:, b]
-    both = first.unsqueeze(1) * second.unsqueeze(0)
-    full = torch.maximum(both, both.transpose(0, 1))
-    return first, second, full.permute(2, 0, 1).flatten(1)

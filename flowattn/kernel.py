@@ -224,20 +224,21 @@ class _AttentionWithDiagonal(torch.autograd.Function):
             pull = torch.func.vjp(functools.partial(_average_of, ctx.causal), *given)[1]
             return *pull((g, g_diagonal)), *[None] * (5 - len(given))
         mean = ((g * m).sum(-1) + g_diagonal * diagonal).unsqueeze(-1)
-        dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+        # Products of few columns are several times faster as products of few rows, so queries and keys lie transposed.
+        dq, dk, dv = [], torch.zeros_like(k.mT), torch.zeros_like(v)
         dbias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[3] else None
         for P, rows in zip(weights, _parts(q.shape[-2], ctx.causal), strict=True):
             seen = slice(rows.stop)
             dlogits = g[..., rows, :] @ v[..., seen, :].mT
             dlogits.diagonal(rows.start, dim1=-2, dim2=-1).add_(g_diagonal[..., rows])
             dlogits.sub_(mean[..., rows, :]).mul_(P)
-            dq.append(dlogits @ k[..., seen, :])
-            dk[..., seen, :] += dlogits.mT @ q[..., rows, :]
+            dq.append(k[..., seen, :].mT @ dlogits.mT)
+            dk[..., seen] += q[..., rows, :].mT @ dlogits
             dv[..., seen, :] += P.mT @ g[..., rows, :]
             if dbias is not None and bias is not None:
                 part = _part(dbias, rows)
                 part += dlogits.sum_to_size(part.shape)  # type: ignore[union-attr]
-        return torch.cat(dq, -2), dk, dv, dbias, None
+        return torch.cat(dq, -1).mT, dk.mT, dv, dbias, None
 
     @staticmethod
     def jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, *_: None) -> Any:

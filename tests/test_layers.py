@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "flowattn"
 CORE = [
     "checks",
     "kernel",
+    "moments",
     "attention",
     "lipschitz",
     "contractions",

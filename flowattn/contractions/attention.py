@@ -27,6 +27,7 @@ from flowattn.lipschitz.bounds import (
     attention_stretch,
     ball_stretch,
     counted_stretch,
+    counted_stretches,
     infinity_bound,
     token_bound,
     visible_weight,
@@ -286,8 +287,7 @@ class L2SelfAttention(_SelfAttention):
             seen = mask.cumsum(-1) if self.causal else mask.sum(-1, keepdim=True).expand(mask.shape)
             return attention_stretch((seen - 1).clamp_min(0).to(self.W.dtype).log()).unsqueeze(1)
         if self.causal:
-            seen = torch.arange(num_tokens, dtype=self.W.dtype, device=self.W.device)
-            return attention_stretch(seen.log()).unsqueeze(0)
+            return self.W.new_tensor([counted_stretches(num_tokens)])
         return self.W.new_full((1, 1), counted_stretch(num_tokens - 1))
 
 

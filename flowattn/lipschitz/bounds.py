@@ -80,8 +80,25 @@ def counted_stretch(num_others: int) -> float:
         >>> counted_stretch(0)
         1.0
     """
+    return _counted(num_others, num_others + 1)[0]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@functools.lru_cache(maxsize=64)
+def counted_stretches(num_tokens: int) -> tuple[float, ...]:
+    """`counted_stretch` of the tokens before each, none to all but one.
+
+    Example:
+        >>> counted_stretches(1)
+        (1.0,)
+    """
+    return tuple(_counted(0, num_tokens))
+
+
+def _counted(start: int, stop: int) -> list[float]:
     with torch.inference_mode(False):
-        return attention_stretch(torch.tensor(float(num_others), dtype=torch.float64).log()).item()
+        stretches: list[float] = attention_stretch(torch.arange(start, stop, dtype=torch.float64).log()).tolist()
+    return stretches
 
 
 def ball_stretch(ratio: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
