@@ -12,6 +12,7 @@ CORE = [
     "checks",
     "kernel",
     "moments",
+    "determinants",
     "attention",
     "lipschitz",
     "contractions",

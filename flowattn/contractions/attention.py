@@ -12,10 +12,10 @@ from flowattn.attention import (
     HIDDEN,
     diagonal_blocks,
     dot_product_attention,
+    heads_jacobian,
     into_ball,
     into_ball_jacobian,
     into_ball_jvp,
-    jacobian_blocks,
     l2_attention,
     l2_attention_linearize,
 )
@@ -233,13 +233,11 @@ class L2SelfAttention(_SelfAttention):
 
     def free_jacobian(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Tensor]:
         y = self._heads(x, mask, context)
-        m, J = jacobian_blocks(self._ball(y), self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
-        if self.radius is not None:
-            J = J @ into_ball_jacobian(y, self.radius).unsqueeze(-4)
         heads = (self.num_heads, self.head_features)
-        right = torch.einsum("bhnmij,khj->bnmhik", J, self.W.unflatten(1, heads))
-        full = torch.einsum("bnmhik,hio->bnomk", right, self.B.unflatten(0, heads))
-        return self._join(m), full
+        B, R = self.B.unflatten(0, heads), self.W.mT.unflatten(0, heads)
+        if self.radius is not None:
+            R = into_ball_jacobian(y, self.radius) @ R.unsqueeze(1)
+        return heads_jacobian(self._ball(y), B, R, self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
 
     def row_bounds(self, num_tokens: int, mask: Tensor | None = None, norm: Norm = "token") -> Tensor:
         stretch = self._stretch(num_tokens, mask)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flowattn.checks import without_autocast
 from flowattn.contractions.head_logdet import head_logabsdet
+from flowattn.determinants import logabsdet_plus_identity
 
 
 class TokenBlocks(ABC):
@@ -41,8 +42,7 @@ class DenseBlocks(TokenBlocks):
         return DenseBlocks(self.blocks * scale[..., None, None])
 
     def logabsdet(self) -> Tensor:
-        identity = torch.eye(self.blocks.shape[-1], dtype=self.blocks.dtype, device=self.blocks.device)
-        return torch.linalg.slogdet(identity + self.blocks).logabsdet.sum(-1)
+        return logabsdet_plus_identity(self.blocks).sum(-1)
 
 
 @dataclass(frozen=True)

@@ -7,26 +7,26 @@ mean over a stretch of them and :math:`A = I + \bar C K`,
 
 .. math:: I + C_i K = (I - N_i) A, \qquad N_i = (\bar C - C_i) K A^{-1},
 
-so A is inverted once per stretch, and every :math:`N_i` is small. A few terms of
-
-.. math:: (I - N)^{-1} = (I + N^2 + N^4 + \dots)(I + N), \qquad \log\det(I - N) = -\sum_k \operatorname{tr} N^k / k
-
-are as exact as the arithmetic. They are products of matrices, several times faster than many small eliminations, and
-they lose no digits to logarithms of numbers near one. A stretch whose tokens differ too much is eliminated.
+so A is eliminated once per stretch, and every :math:`N_i` is small, trained or not: a case for the series of
+`flowattn.determinants`. A stretch whose tokens differ too much is eliminated token by token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowattn.checks import nothing_is_recorded
-
-#: More terms of the series than this take as long as elimination.
-MAX_TERMS = 16
+from flowattn.determinants import (
+    invert_by_elimination,
+    invert_by_series,
+    logabsdet_plus_identity,
+    small_enough_for_the_cache,
+    trace,
+)
 
 
 def head_logabsdet(C: Tensor, K: Tensor) -> Tensor:
@@ -71,7 +71,8 @@ class _HeadLogAbsDet(torch.autograd.Function):
             change = change + _products(C_change, K)
         if K_change is not None:
             change = change + _products(C, K_change)
-        return _trace(torch.linalg.solve(_eye(product) + product, change)).sum(-1), None, None
+        identity = torch.eye(product.shape[-1], dtype=product.dtype, device=product.device)
+        return trace(torch.linalg.solve(identity + product, change)).sum(-1), None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, C: Tensor, K: Tensor) -> Any:
@@ -84,8 +85,7 @@ class _HeadLogAbsDet(torch.autograd.Function):
 
 
 def _plain_head_logabsdet(C: Tensor, K: Tensor) -> Tensor:
-    product = _products(C, K)
-    return torch.linalg.slogdet(_eye(product) + product).logabsdet.sum(-1)
+    return logabsdet_plus_identity(_products(C, K)).sum(-1)
 
 
 def _products(C: Tensor, K: Tensor) -> Tensor:
@@ -101,23 +101,24 @@ def _expand(C: Tensor, K: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tenso
     logabsdet, dC, dK = C.new_zeros(batch), C.new_zeros(C.shape), C.new_zeros(heads, batch, width, n)
     if C.numel() == 0:
         return logabsdet, dC.transpose(0, 1), dK.transpose(0, 1)
-    longest = min(tokens, max(1, (2**19 if C.device.type == "cpu" else 2**25) // (batch * n * n)))
+    longest = min(tokens, max(1, small_enough_for_the_cache(C) // (batch * n * n)))
     stretches = list(_stretches(tokens, longest))
     means = torch.stack([C[:, :, stretch].mean((1, 2)) for stretch in stretches])
-    inverses, values = _eliminate(_to_double(-(means @ K).flatten(1, 2)))  # an error here is one of the whole stretch
+    M = _to_double(-(means @ K).flatten(1, 2))  # an error here is one of every token of the stretch
+    inverses, values = (found.to(C) for found in invert_by_elimination(M))
     work = C.new_empty(5, batch * longest * n * n)  # memory that is used again stays in the cache
-    for stretch, mean, inverse, value in zip(stretches, means, inverses.to(C), values.to(C), strict=True):
+    for stretch, mean, inverse, value in zip(stretches, means, inverses, values, strict=True):
         rows = C[:, :, stretch].contiguous()
         N, *spare = work[:, : rows.numel() * heads].view(5, -1, n, n)
         K_A = (K.flatten(0, 1) @ inverse.mT).view_as(K)
-        found = _series(_multiply(mean[:, None, None] - rows, K_A, N, spare[0]), spare)
+        found = invert_by_series(_multiply(mean[:, None, None] - rows, K_A, N, spare[0]), spare)
         if found is None:
-            K_A, inverse, value = K, _eye(inverse), torch.zeros_like(value)
-            found = _eliminate(_multiply(-rows, K, N, spare[0]))
+            K_A, inverse, value = K, torch.eye(n, dtype=C.dtype, device=C.device), torch.zeros_like(value)
+            found = invert_by_elimination(_multiply(-rows, K, N, spare[0]))
         logabsdet += found[1].view(batch, -1).sum(-1) + rows.shape[2] * value
         if with_gradient:
             columns = N.view(heads, -1, n)
-            columns.view(heads, -1, width, n).copy_(found[0].view(-1, heads, width, n).transpose(0, 1))
+            columns.view(heads, -1, width, n).copy_(found[0].reshape(-1, heads, width, n).transpose(0, 1))
             dC[:, :, stretch] = torch.bmm(K_A, columns.mT).view(heads, width, *rows.shape[1:4]).movedim(1, -1)
             of_sequences = rows.view(heads * batch, -1, width).mT @ columns.view(heads * batch, -1, n)
             dK += (of_sequences @ inverse).view_as(dK)
@@ -141,49 +142,5 @@ def _multiply(C: Tensor, K: Tensor, out: Tensor, spare: Tensor) -> Tensor:
     return out
 
 
-def _series(N: Tensor, work: Sequence[Tensor] | Tensor) -> tuple[Tensor, Tensor] | None:
-    """The transposed inverses of I - N [batch, n, n] and log|det(I - N)|, or None if they need too many terms.
-
-    N is changed, and the inverses are in `work`, four tensors like it.
-    """
-    spare, square, *turns = work
-    torch.bmm(N.mT, N.mT, out=square)
-    size = torch.linalg.vector_norm(square, dim=(-2, -1)).amax().item()
-    precision = torch.finfo(N.dtype).eps
-    if not size**MAX_TERMS < precision:  # or NaN
-        return None
-    num_terms = 2
-    while size**num_terms > precision:
-        num_terms += 1
-
-    def traces(powers: Tensor) -> tuple[Tensor, Tensor]:
-        return _trace(powers), torch.mul(N, powers, out=spare).sum((-2, -1))
-
-    powers, (even, odd) = square, traces(square)  # the sum of the even powers of N from the second on, transposed
-    value = _trace(N) + even / 2 + odd / 3
-    for j in range(2, num_terms):
-        powers = torch.baddbmm(square, square, powers, out=turns[j % 2])
-        (last_even, last_odd), (even, odd) = (even, odd), traces(powers)
-        value += (even - last_even) / (2 * j) + (odd - last_odd) / (2 * j + 1)
-    for matrices in (powers, N):
-        matrices.diagonal(dim1=-2, dim2=-1).add_(1)
-    return torch.bmm(powers, N.mT, out=spare), -value
-
-
-def _eliminate(N: Tensor) -> tuple[Tensor, Tensor]:
-    """What `_series` gives, for any N."""
-    factors, pivots, _ = torch.linalg.lu_factor_ex(_eye(N) - N.mT)
-    inverse = torch.linalg.lu_solve(factors, pivots, _eye(N).expand_as(N))
-    return inverse.contiguous(), factors.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
-
-
 def _to_double(t: Tensor) -> Tensor:
     return t if t.device.type == "mps" else t.double()
-
-
-def _eye(like: Tensor) -> Tensor:
-    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
-
-
-def _trace(matrices: Tensor) -> Tensor:
-    return matrices.diagonal(dim1=-2, dim2=-1).sum(-1)

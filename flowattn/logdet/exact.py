@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from flowattn.contractions import Contraction
+from flowattn.determinants import logabsdet_plus_identity
 from flowattn.logdet.base import LogDet
 
 
@@ -31,9 +31,7 @@ class ExactLogDet(LogDet):
             value, blocks = contraction.forward_and_diagonal(x, mask, context)
             return value, blocks.logabsdet()
         value, J = contraction.forward_and_jacobian(x, mask, context)
-        J = J.flatten(3).flatten(1, 2)
-        identity = torch.eye(J.shape[-1], dtype=J.dtype, device=J.device)
-        return value, torch.linalg.slogdet(identity + J).logabsdet
+        return value, logabsdet_plus_identity(J.flatten(3).flatten(1, 2))
 
     def __repr__(self) -> str:
         return "ExactLogDet()"

@@ -1,0 +1,131 @@
+r"""log|det(I + M)| and inverses of many small matrices near the identity.
+
+.. math:: (I - N)^{-1} = (I + N^2 + N^4 + \dots)(I + N), \qquad \log\det(I - N) = -\sum_k \operatorname{tr} N^k / k
+
+Where N is small, a few terms are as exact as the arithmetic. They are products of matrices, several times faster than
+many small eliminations, and they lose no digits to logarithms of numbers near one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowattn.checks import nothing_is_recorded
+
+#: More terms of the series than this take as long as elimination.
+MAX_TERMS = 16
+
+#: Fewer numbers than this are eliminated before the terms are called.
+MANY = 2**17
+
+
+def logabsdet_plus_identity(M: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
+    """log|det(I + M)|, by series where M is small and by elimination elsewhere.
+
+    Example:
+        >>> logabsdet_plus_identity(torch.diag(torch.tensor([1.0, 0.5]))).exp()
+        tensor(3.)
+    """
+    if torch.compiler.is_compiling() or nothing_is_recorded():
+        return torch.linalg.slogdet(_identity(M) + M).logabsdet
+    logabsdet: Tensor = _LogAbsDet.apply(M)[0]
+    return logabsdet
+
+
+class _LogAbsDet(torch.autograd.Function):
+    """The value and, on the way to it, its gradient."""
+
+    @staticmethod
+    def forward(M: Tensor) -> tuple[Tensor, Tensor]:
+        n = M.shape[-1]
+        matrices, gradient = M.reshape(-1, n, n), torch.empty_like(M, memory_format=torch.contiguous_format)
+        logabsdet = M.new_empty(M.shape[:-2])
+        if M.numel() == 0:
+            return logabsdet.zero_(), gradient
+        step = max(1, small_enough_for_the_cache(M) // (n * n))
+        parts = (t.split(step) for t in (matrices, logabsdet.view(-1), gradient.view(-1, n, n)))
+        for part, value, inverse in zip(*parts, strict=True):
+            found = invert_by_series(-part, part.new_empty(4, *part.shape)) if part.numel() > MANY else None
+            inverse[:], value[:] = found or invert_by_elimination(-part)
+        return logabsdet, gradient
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs, output[1])
+        ctx.save_for_forward(*inputs)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, _: Tensor) -> Tensor:
+        M, gradient = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            gradient = torch.linalg.inv(_identity(M) + M).mT
+        return g[..., None, None] * gradient
+
+    @staticmethod
+    def jvp(ctx: Any, dM: Tensor) -> Any:
+        (M,) = ctx.saved_tensors
+        return trace(torch.linalg.solve(_identity(M) + M, dM)), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, M: Tensor) -> Any:
+        return _LogAbsDet.apply(M.movedim(in_dims[0], 0)), (0, 0)
+
+
+def invert_by_series(
+    N: Float[Tensor, "batch n n"], work: Iterable[Float[Tensor, "batch n n"]]
+) -> tuple[Float[Tensor, "batch n n"], Float[Tensor, " batch"]] | None:
+    """The transposed inverses of I - N and log|det(I - N)|, or None if they need too many terms.
+
+    N is changed, and the inverses are in `work`, four tensors like it.
+    """
+    spare, square, *turns = work
+    torch.bmm(N.mT, N.mT, out=square)
+    size = torch.linalg.vector_norm(square, dim=(-2, -1)).amax().item()
+    precision = torch.finfo(N.dtype).eps
+    if not size**MAX_TERMS < precision:  # or NaN
+        return None
+    num_terms = 2
+    while size**num_terms > precision:
+        num_terms += 1
+
+    def traces(powers: Tensor) -> tuple[Tensor, Tensor]:
+        return trace(powers), torch.mul(N, powers, out=spare).sum((-2, -1))
+
+    powers, (even, odd) = square, traces(square)  # the sum of the even powers of N from the second on, transposed
+    value = trace(N) + even / 2 + odd / 3
+    for j in range(2, num_terms):
+        powers = torch.baddbmm(square, square, powers, out=turns[j % 2])
+        (last_even, last_odd), (even, odd) = (even, odd), traces(powers)
+        value += (even - last_even) / (2 * j) + (odd - last_odd) / (2 * j + 1)
+    for matrices in (powers, N):
+        matrices.diagonal(dim1=-2, dim2=-1).add_(1)
+    return torch.bmm(powers, N.mT, out=spare), -value
+
+
+def invert_by_elimination(
+    N: Float[Tensor, "batch n n"],
+) -> tuple[Float[Tensor, "batch n n"], Float[Tensor, " batch"]]:
+    """What `invert_by_series` gives, for any N."""
+    factors, pivots, _ = torch.linalg.lu_factor_ex(_identity(N) - N.mT)
+    inverse = torch.linalg.lu_solve(factors, pivots, _identity(N).expand_as(N))
+    return inverse, factors.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
+
+
+def small_enough_for_the_cache(like: Tensor) -> int:
+    """How many numbers to work on at a time."""
+    return 2**19 if like.device.type == "cpu" else 2**25
+
+
+def trace(matrices: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
+    """The sum of the diagonal of each."""
+    return matrices.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def _identity(like: Tensor) -> Tensor:
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
