@@ -261,23 +261,25 @@ def heads_jacobian(
     """
     z, centre = _centred(z, causal)
     P = _weights(z, bias, causal)
-    a = z @ B
-    mean = P @ a
-    to_key = P.unsqueeze(-1) * (a.unsqueeze(-3) - mean.unsqueeze(-2))
-    tokens = torch.eye(z.shape[-2], dtype=z.dtype, device=z.device)
     steep = R * (2 / math.sqrt(z.shape[-1]))
+    a = B.mT @ z.mT
+    mean = P @ a.mT
+    # Keys come last, [B, H, N, D, N]: features are few, and operations along the last dimension fast if it is long.
+    to_key = P.unsqueeze(-2) * (a.unsqueeze(-3) - mean.unsqueeze(-1))
     if R.ndim == 3:
         b = z @ steep
-        turning = torch.einsum("bhijo,bhijk->biojk", to_key, b.unsqueeze(-2) - b.unsqueeze(-3))
-        straight = torch.einsum("bhij,hok->biojk", P, B.mT @ R)
-        own = -turning.sum(3, keepdim=True)
+        apart = b.unsqueeze(-1) - b.mT.unsqueeze(-3)
+        own = to_key.flatten(2, 3) @ b
+        straight = (B.mT @ R)[None, :, None, ..., None]
     else:
-        apart = torch.einsum("bhid,bhjdk->bhijk", z, steep) - torch.einsum("bhjd,bhjdk->bhjk", z, steep).unsqueeze(-3)
-        turning = torch.einsum("bhijo,bhijk->biojk", to_key, apart)
-        straight = torch.einsum("bhij,bhjok->biojk", P, B.mT.unsqueeze(1) @ R)
-        own = torch.einsum("bhijo,bhjd,bhidk->biok", to_key, z, steep).unsqueeze(3)
-    value = (mean + centre @ B).sum(1)
-    return value, torch.addcmul(straight + turning, tokens[:, None, :, None], own)
+        apart = torch.einsum("bhid,bhjdk->bhikj", z, steep) - torch.einsum("bhjd,bhjdk->bhkj", z, steep).unsqueeze(-3)
+        own = torch.einsum("bhioj,bhjd,bhidk->bhiok", to_key, z, steep)
+        straight = torch.einsum("hdo,bhjdk->bhokj", B, R).unsqueeze(2)
+    J = own.sum(1).view(len(z), z.shape[-2], B.shape[-1], R.shape[-1], 1) * torch.eye(z.shape[-2]).to(z)[:, None, None]
+    for h in range(z.shape[1]):
+        J = J + P[:, h, :, None, None] * straight[:, h]
+        J = torch.addcmul(J, to_key[:, h].unsqueeze(-2), apart[:, h].unsqueeze(-3))
+    return (mean + centre @ B).sum(1), J.mT
 
 
 def _centred(z: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

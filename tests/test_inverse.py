@@ -297,6 +297,18 @@ def test_eight_heads_that_attain_their_bound_take_at_most_half_the_evaluations_o
     assert (plain > 500).all() and fast.num_evaluations.max() <= plain.min() / 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_causal_attention_takes_at_most_two_thirds_of_the_evaluations_of_plain_iteration(dtype):
+    f = L2SelfAttention(16, 4, causal=True, coefficient=0.9).to(dtype)
+    x = torch.randn(8, 40, 16, dtype=dtype)
+    y = (x + f(x)).detach()
+    fast, plain = (Solver(history=history).solve(f, y) for history in (20, 0))
+    assert (fast.num_evaluations <= plain.num_evaluations * 2 / 3).all()
+    assert (fast.x - truth(f, y)).abs().max() <= (2e-5 if dtype == torch.float32 else 2e-10)
+    alone = Solver().solve(f, y[:1])
+    assert alone.num_evaluations[0] == fast.num_evaluations[0]
+
+
 def random_contraction(seed):
     """Weights and tokens of all sizes."""
     torch.manual_seed(seed)
@@ -305,7 +317,8 @@ def random_contraction(seed):
         f = FeedForward(6, 12, activation=activation, coefficient=0.99).double()
     else:
         radius = (None, "learned", 0.3)[seed // 2 % 3]
-        f = L2SelfAttention(6, 1 + seed // 2 % 3, head_features=3, coefficient=0.99, radius=radius).double()
+        heads, causal = 1 + seed // 2 % 3, seed % 8 == 6
+        f = L2SelfAttention(6, heads, head_features=3, causal=causal, coefficient=0.99, radius=radius).double()
     with torch.no_grad():
         for p in f.parameters():
             p.mul_(10 ** (3 * torch.rand(()) - 1))

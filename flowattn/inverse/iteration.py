@@ -29,7 +29,7 @@ class Solution(NamedTuple):
     num_evaluations: Tensor
 
 
-#: The best points, and the plain steps from there: those are better still, but nobody has looked.
+#: The best points, and where to go from there: those are better still, but nobody has looked.
 Iterated = tuple[Solution, Tensor]
 
 
@@ -42,19 +42,21 @@ def iterate(
     lipschitz: float,
     tolerance: Tensor | float,
     max_steps: int,
+    *,
+    is_last: bool = True,
 ) -> Iterated:
     """Solves x + f(x) = y until every sample is certified, comes to a halt, or has had `max_steps` evaluations.
 
     Each sample keeps its best point. After a step that failed to improve it, the plain step from there is tried, which
     for a contraction can fail only by rounding: then the sample has come to a halt. What rounding may hide of a
-    residual is added to it, and is in proportion to x and y.
+    residual is added to it, and is in proportion to x and y. If that alone exceeds the tolerance and this precision
+    is not the last, a sample leaves as soon as its next point should do.
     """
     size, eps = len(y), torch.finfo(y.dtype).eps
-    solution = Solution(start.clone(), y.new_full((size,), math.inf), torch.zeros(size, dtype=torch.long).to(y.device))
-    following = start.clone()
+    parts: list[tuple[Tensor, ...]] = []
     # All of what follows is about the samples that are still active.
     active = torch.arange(size, device=y.device)
-    tolerance = torch.as_tensor(tolerance, dtype=y.dtype, device=y.device).expand(size)
+    small = torch.as_tensor(tolerance, dtype=y.dtype, device=y.device).expand(size) * (1 - lipschitz)
     x = best = best_plain = start
     length, best_residual = norm(y), y.new_full((size,), math.inf)
     was_plain = torch.zeros(size, dtype=torch.bool, device=y.device)
@@ -63,28 +65,42 @@ def iterate(
         plain = y - value
         residual = norm(plain - x)
         better = residual < best_residual
+        foreseen = residual * (residual / best_residual)  # zero after the first evaluation, when nothing is
         best_residual = torch.where(better, residual, best_residual)
         best, best_plain = _choose(better, x, best), _choose(better, plain, best_plain)
         rounding = eps * (length + norm(best))
-        error = (best_residual + 8 * rounding) / (1 - lipschitz)
-        going = ~(error <= tolerance) & ~((was_plain & ~better) | (best_residual <= rounding))
+        going = ~(best_residual + 8 * rounding <= small) & ~((was_plain & ~better) | (best_residual <= rounding))
+        proposed = None
+        if not is_last and count > 1:
+            leaving = going & better & (8 * rounding > small) & (foreseen < 0.5 * small)
+            if leaving.any():
+                going = going & ~leaving
+                proposed = _propose(step, x, plain, blocks, better, best_plain)
+                best_plain = _choose(leaving, proposed, best_plain)
         if count == max_steps or not (going.any() and going.all()):
             stay = ~going if count < max_steps else torch.ones_like(going)
-            done = active[stay]
-            for whole, part in zip((*solution[:2], following), (best, error, best_plain), strict=True):
-                whole[done] = part[stay]
-            solution.num_evaluations[done] = count
+            error = (best_residual + 8 * rounding) / (1 - lipschitz)
+            finished = (best, error, torch.full_like(active, count), best_plain, active)
             if stay.all():
+                parts.append(finished)
                 break
+            parts.append(tuple(t[stay] for t in finished))
             step.keep(going)
-            active, y, x, plain, best, best_plain, length, best_residual, better, tolerance = (
-                t[going] for t in (active, y, x, plain, best, best_plain, length, best_residual, better, tolerance)
+            active, y, x, plain, best, best_plain, length, best_residual, better, small = (
+                t[going] for t in (active, y, x, plain, best, best_plain, length, best_residual, better, small)
             )
-            blocks = None if blocks is None else blocks[going]
-        proposed = step.propose(x, plain, blocks)
-        x = _choose(better & proposed.sum((1, 2)).isfinite(), proposed, best_plain)
+            blocks, proposed = (t if t is None else t[going] for t in (blocks, proposed))
+        x = _propose(step, x, plain, blocks, better, best_plain) if proposed is None else proposed
         was_plain = ~better
-    return solution, following
+    *found, order = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    if len(parts) > 1:
+        found = [t[order.argsort()] for t in found]
+    return Solution(*found[:3]), found[3]
+
+
+def _propose(step: Step, x: Tensor, plain: Tensor, blocks: Tensor | None, better: Tensor, best_plain: Tensor) -> Tensor:
+    proposed = step.propose(x, plain, blocks)
+    return _choose(better & proposed.sum((1, 2)).isfinite(), proposed, best_plain)
 
 
 def _choose(first: Tensor, one: Tensor, other: Tensor) -> Tensor:

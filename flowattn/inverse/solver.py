@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -14,8 +15,11 @@ from torch import Tensor, nn
 from flowattn.checks import check_positive, check_positive_number, without_autocast
 from flowattn.contractions import Contraction
 from flowattn.inverse.iteration import InverseNotConverged, Iterated, Solution, iterate, lipschitz_of
-from flowattn.inverse.steps import AndersonStep, NewtonStep, PlainStep, Step
+from flowattn.inverse.steps import AndersonStep, ChordStep, NewtonStep, PlainStep, Step
 from flowattn.lipschitz.norms import sequence_norm
+
+#: How many tokens of a causal map take a step of their own, and how many numbers their blocks may have.
+FIRST_TOKENS, MAX_NUMBERS = 8, 2**16
 
 
 @dataclass(frozen=True)
@@ -80,38 +84,47 @@ class Solver:
     ) -> Solution:
         scale = f.scale(y.shape[1], mask)
 
-        def solve_some(samples: Tensor, start: Tensor, dtype: torch.dtype) -> Iterated:
-            own_scale = (scale if scale.ndim == 1 else scale[samples]).to(dtype)
-            few, features = _pick(mask, samples), _pick(context, samples)
-            features = features if features is None else features.to(dtype)
-            given = (f, y[samples].to(dtype), start.to(dtype), few, features, own_scale, lipschitz, tolerance)
-            return self._iterate(*given) if dtype == y.dtype else _in_precision(f, dtype, self._iterate, *given)
-
-        everyone = torch.arange(len(y), device=y.device)
         single = torch.promote_types(y.dtype, torch.float32)
-        solution, following = solve_some(everyone, y, single)
-        late = everyone[~(solution.certified_error <= tolerance)]
-        if len(late) and single != torch.float64 and y.device.type != "mps":
-            # Through the factor 1 / (1 - L) single precision does not see its own error.
-            finer, _ = solve_some(late, following[late], torch.float64)
-            solution.x[late], solution.certified_error[late] = finer.x.to(single), finer.certified_error.to(single)
-            solution.num_evaluations[late] += finer.num_evaluations
+        finest = single if y.device.type == "mps" else torch.float64
+
+        def solve_some(samples: Tensor | None, start: Tensor | None, dtype: torch.dtype) -> Iterated:
+            own_scale = (scale if scale.ndim == 1 or samples is None else scale[samples]).to(dtype)
+            features, first = (_to(_pick(t, samples), dtype) for t in (context, start))
+            few = y if samples is None else y[samples]
+            args = (f, few.to(dtype), first, _pick(mask, samples), features, own_scale, lipschitz, tolerance)
+            run = functools.partial(self._iterate, is_last=dtype == finest)
+            return run(*args) if dtype == y.dtype else _in_precision(f, dtype, run, *args)
+
+        solution, following = solve_some(None, None, single)
+        late = ~(solution.certified_error <= tolerance)
+        if single == finest or not late.any():
+            return solution
+        # Through the factor 1 / (1 - L) single precision does not see its own error.
+        if late.all():
+            finer, _ = solve_some(None, following, finest)
+            x, error = (t.to(single) for t in finer[:2])
+            return Solution(x, error, finer.num_evaluations + solution.num_evaluations)
+        samples = late.nonzero().squeeze(-1)
+        finer, _ = solve_some(samples, following, finest)
+        for whole, part in zip(solution[:2], finer[:2], strict=True):
+            whole[samples] = part.to(single)
+        solution.num_evaluations[samples] += finer.num_evaluations
         return solution
 
     def _iterate(
         self,
         f: Contraction,
         y: Tensor,
-        start: Tensor,
+        start: Tensor | None,
         mask: Tensor | None,
         context: Tensor | None,
         scale: Tensor,
         lipschitz: float,
         tolerance: float,
+        *,
+        is_last: bool,
     ) -> Iterated:
-        step: Step = PlainStep()
-        if self.history > 0:
-            step = NewtonStep() if f.structure == "tokenwise" else AndersonStep(self.history)
+        step = self._step(f, y, mask, context, scale, is_near=start is not None)
 
         def evaluate(x: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
             row_scale = scale if scale.ndim == 1 else scale[active]
@@ -121,9 +134,31 @@ class Solver:
             value, blocks = f.free_diagonal(x, here, given)
             return value * row_scale.unsqueeze(-1), blocks.scaled(row_scale).dense()
 
-        return iterate(
-            evaluate, y, start, step, lambda t: sequence_norm(t, f.norm), lipschitz, tolerance, self.max_steps
-        )
+        def norm(t: Tensor) -> Tensor:
+            return sequence_norm(t, f.norm)
+
+        start = y if start is None else start
+        return iterate(evaluate, y, start, step, norm, lipschitz, tolerance, self.max_steps, is_last=is_last)
+
+    def _step(
+        self, f: Contraction, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor, *, is_near: bool
+    ) -> Step:
+        """How to go on from x, or from a point that is near the solution already."""
+        if self.history == 0:
+            return PlainStep()
+        if f.structure == "tokenwise":
+            return NewtonStep()
+        step = AndersonStep(self.history)
+        has_closed_form = type(f).free_diagonal is not Contraction.free_diagonal
+        count = min(FIRST_TOKENS, MAX_NUMBERS // f.features**2)
+        if is_near or f.structure == "dense" or not has_closed_form or count == 0:
+            return step
+        first = slice(count)
+        mask = None if mask is None else mask[:, first]
+        scale = scale if scale.shape[-1] == 1 else scale[..., first]
+        context = context if context is None or context.shape[1] == 1 else context[:, first]
+        _, blocks = f.free_diagonal(x[:, first], mask, context)
+        return ChordStep(blocks.scaled(scale).dense(), step)
 
     def _raise_unless_small(
         self, error: Tensor, tolerance: float, length: Tensor, count: Tensor, coefficient: float | None
@@ -150,8 +185,13 @@ class Solver:
         raise InverseNotConverged(f"{cause}. {advice}")
 
 
-def _pick(t: Tensor | None, samples: Tensor) -> Tensor | None:
-    return None if t is None else t[samples]
+def _pick(t: Tensor | None, samples: Tensor | None) -> Tensor | None:
+    """These samples of t, or all of them."""
+    return t if t is None or samples is None else t[samples]
+
+
+def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return t if t is None else t.to(dtype)
 
 
 class _Holding(nn.Module):

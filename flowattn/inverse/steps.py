@@ -47,8 +47,33 @@ class NewtonStep(Step):
         pass
 
 
+class ChordStep(Step):
+    r"""A step with the blocks J_ii that the first tokens had at the start, which `following` takes as the plain one.
+
+    .. math:: x_i \leftarrow x_i + (I - J_{ii} + J_{ii}^2)(g_i - x_i)
+
+    Under a causal mask Jacobians are triangular over tokens, and the earlier a token, the fewer others it is averaged
+    with: the first few blocks are all that makes the plain iteration slow.
+    """
+
+    def __init__(self, blocks: Tensor, following: Step) -> None:
+        self.correction = blocks @ blocks - blocks
+        self.following = following
+
+    def propose(self, x: Tensor, g: Tensor, blocks: Tensor | None) -> Tensor:
+        first = slice(self.correction.shape[1])
+        step = (g[:, first] - x[:, first]).unsqueeze(-1)
+        g = g.clone()
+        g[:, first] += (self.correction @ step).squeeze(-1)
+        return self.following.propose(x, g, None)
+
+    def keep(self, going: Tensor) -> None:
+        self.correction = self.correction[going]
+        self.following.keep(going)
+
+
 class AndersonStep(Step):
-    """The combination of past steps whose residual is smallest.
+    """The combination of past steps whose residual is smallest. The first two are plain: easy maps need no more.
 
     Cost: O(N D m) for m past steps, which are kept.
 
@@ -58,12 +83,16 @@ class AndersonStep(Step):
 
     def __init__(self, history: int) -> None:
         self.history = history
+        self.num_plain = 2
         self.num_past = 0
         self.last: list[Tensor] = []  # the last plain step and its residual
         self.past: list[Tensor] = []  # the differences of those before, [B, room, N D] each, in a ring
         self.gram = torch.empty(0)  # the inner products of those of the residuals
 
     def propose(self, x: Tensor, g: Tensor, blocks: Tensor | None) -> Tensor:
+        if self.num_plain > 0:
+            self.num_plain -= 1
+            return g
         now = [g.flatten(1), (g - x).flatten(1)]
         if not self.last:
             self.last = now

@@ -72,6 +72,7 @@ def spectral_norm_bound(
     rows, columns = matrix.shape[-2:]
     with without_autocast(matrix):
         W = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
+        W = W.reshape(-1, rows, columns)
         rank = min(rows, columns)
         num_squarings = math.ceil(math.log2(max(1.0, math.log(rank) / (4 * math.log1p(tolerance)))))
         if torch.compiler.is_compiling() or nothing_is_recorded():
@@ -79,7 +80,7 @@ def spectral_norm_bound(
         else:
             bound = _GramIteration.apply(W, num_squarings)[0]
         # The margin of single precision for all: a map must not change when it is evaluated in double.
-        return bound * (1 + 2 * (rows + columns) * torch.finfo(torch.float32).eps)
+        return (bound * (1 + 2 * (rows + columns) * torch.finfo(torch.float32).eps)).view(matrix.shape[:-2])
 
 
 def _gram_iteration(W: Tensor, num_squarings: int) -> list[Tensor]:
@@ -88,7 +89,7 @@ def _gram_iteration(W: Tensor, num_squarings: int) -> list[Tensor]:
     tiny = torch.finfo(W.dtype).tiny
     bound = _size(W)
     W = W / bound
-    power = W @ W.mT if rows <= columns else W.mT @ W
+    power = torch.bmm(W, W.mT) if rows <= columns else torch.bmm(W.mT, W)  # which is quicker to call than @
     powers = []
     for k in range(num_squarings + 1):
         if k % 3 == 0 or k == num_squarings:  # three squarings shrink a power of norm 1 to no less than r^-4
@@ -98,8 +99,8 @@ def _gram_iteration(W: Tensor, num_squarings: int) -> list[Tensor]:
             power = power / scale
         powers.append(power)
         if k < num_squarings:
-            power = power @ power
-    return [bound.squeeze((-2, -1)), *powers]
+            power = torch.bmm(power, power)
+    return [bound.view(-1), *powers]
 
 
 def _size(W: Tensor) -> Tensor:
@@ -143,9 +144,9 @@ def _gradient(W: Tensor, bound: Tensor, powers: list[Tensor]) -> Tensor:
     # the powers were divided by are restored by <gradient, W> = bound, the map being homogeneous.
     product = powers[-1]
     for power in reversed(powers[:-1]):
-        product = product @ power
+        product = torch.bmm(product, power)
     size = _size(W)
     W = W / size
-    direction = product @ W if product.shape[-1] == W.shape[-2] else W @ product
+    direction = torch.bmm(product, W) if product.shape[-1] == W.shape[-2] else torch.bmm(W, product)
     along = (direction * W).sum((-2, -1), keepdim=True).clamp_min(torch.finfo(W.dtype).tiny)
     return direction / along * (bound[..., None, None] / size)
