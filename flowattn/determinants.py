@@ -87,7 +87,7 @@ def invert_by_series(
     spare, square, *turns = work
     torch.bmm(N.mT, N.mT, out=square)
     size = torch.linalg.vector_norm(square, dim=(-2, -1)).amax().item()
-    precision = torch.finfo(N.dtype).eps
+    precision = 4 * torch.finfo(N.dtype).eps
     if not size**MAX_TERMS < precision:  # or NaN
         return None
     num_terms = 2

@@ -98,7 +98,7 @@ def _expand(C: Tensor, K: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tenso
     batch, heads, tokens, width, _ = C.shape
     n = heads * width
     C = C.transpose(0, 1)
-    logabsdet, dC, dK = C.new_zeros(batch), C.new_zeros(C.shape), C.new_zeros(heads, batch, width, n)
+    logabsdet, dC, dK = C.new_zeros(batch), C.new_empty(C.shape), C.new_zeros(heads, batch, width, n)
     if C.numel() == 0:
         return logabsdet, dC.transpose(0, 1), dK.transpose(0, 1)
     longest = min(tokens, max(1, small_enough_for_the_cache(C) // (batch * n * n)))
