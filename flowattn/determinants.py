@@ -43,16 +43,16 @@ class _LogAbsDet(torch.autograd.Function):
     @staticmethod
     def forward(M: Tensor) -> tuple[Tensor, Tensor]:
         n = M.shape[-1]
-        matrices, gradient = M.reshape(-1, n, n), torch.empty_like(M, memory_format=torch.contiguous_format)
-        logabsdet = M.new_empty(M.shape[:-2])
         if M.numel() == 0:
-            return logabsdet.zero_(), gradient
-        step = max(1, small_enough_for_the_cache(M) // (n * n))
-        parts = (t.split(step) for t in (matrices, logabsdet.view(-1), gradient.view(-1, n, n)))
-        for part, value, inverse in zip(*parts, strict=True):
-            found = invert_by_series(-part, part.new_empty(4, *part.shape)) if part.numel() > MANY else None
-            inverse[:], value[:] = found or invert_by_elimination(-part)
-        return logabsdet, gradient
+            return M.new_zeros(M.shape[:-2]), torch.zeros_like(M)
+        parts = M.reshape(-1, n, n).split(max(1, small_enough_for_the_cache(M) // (n * n)))
+        found = [
+            (invert_by_series(-part, part.new_empty(4, *part.shape)) if part.numel() > MANY else None)
+            or invert_by_elimination(-part)
+            for part in parts
+        ]
+        gradient, logabsdet = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+        return logabsdet.view(M.shape[:-2]), gradient.view(M.shape)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

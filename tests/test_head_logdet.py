@@ -138,3 +138,13 @@ def test_covariance_is_that_of_the_definition_and_differentiable():
 
     assert torch.autograd.gradcheck(f, (moments, own), check_forward_ad=True)
     assert torch.autograd.gradgradcheck(f, (moments, own))
+
+
+def test_many_sequences_and_wide_heads_go_a_few_at_a_time(monkeypatch):
+    C, K = blocks(0.1, tokens=20, batch=40)
+    want = head_logabsdet(C, K)
+    gradients = torch.autograd.grad(want.sum(), (C, K))
+    monkeypatch.setattr(head_logdet, "small_enough_for_the_cache", lambda like: 1)
+    got = head_logabsdet(C, K)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), (C, K)), gradients, rtol=1e-10, atol=1e-11)

@@ -232,12 +232,23 @@ class L2SelfAttention(_SelfAttention):
         return self._join(m), HeadBlocks(C, self.W, self.B, x.new_ones(1))
 
     def free_jacobian(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self._jacobian(x, mask, context, self.B)
+
+    def scaled_jacobian(
+        self, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if scale.numel() == 1:
+            return self._jacobian(x, mask, context, self.B * scale)
+        return super().scaled_jacobian(x, mask, context, scale)
+
+    def _jacobian(self, x: Tensor, mask: Tensor | None, context: Tensor | None, B: Tensor) -> tuple[Tensor, Tensor]:
         y = self._heads(x, mask, context)
         heads = (self.num_heads, self.head_features)
-        B, R = self.B.unflatten(0, heads), self.W.mT.unflatten(0, heads)
+        R = self.W.mT.unflatten(0, heads)
         if self.radius is not None:
             R = into_ball_jacobian(y, self.radius) @ R.unsqueeze(1)
-        return heads_jacobian(self._ball(y), B, R, self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
+        bias = self._bias(x.shape[1], mask, x.dtype)
+        return heads_jacobian(self._ball(y), B.unflatten(0, heads), R, bias, causal=self.causal)
 
     def row_bounds(self, num_tokens: int, mask: Tensor | None = None, norm: Norm = "token") -> Tensor:
         stretch = self._stretch(num_tokens, mask)

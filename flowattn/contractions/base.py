@@ -133,6 +133,13 @@ class Contraction(nn.Module):
         (jacobian,) = torch.func.vmap(pull)(rows[:, None].expand(-1, len(x), -1, -1))
         return value, jacobian.movedim(0, 1).unflatten(1, (tokens, features))
 
+    def scaled_jacobian(
+        self, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same with rows multiplied by the scale, [N], [1] or [B, N]."""
+        value, jacobian = self.free_jacobian(x, mask, context)
+        return value * scale.unsqueeze(-1), jacobian * scale[..., None, None, None]
+
     # -- what everybody else calls
 
     @full_precision
@@ -180,9 +187,7 @@ class Contraction(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The map f and its Jacobian [B, N, D_out, N, D_in], zero at padding."""
         x, context = self._checked(x, mask, context)
-        value, jacobian = self.free_jacobian(x, mask, context)
-        scale = self.scale(x.shape[1], mask).unsqueeze(-1)
-        return value * scale, jacobian * scale[..., None, None]
+        return self.scaled_jacobian(x, mask, context, self.scale(x.shape[1], mask))
 
     def scale(self, num_tokens: int, mask: Tensor | None = None) -> Tensor:
         """What row i of the free map is multiplied with: [N], [1], or [B, N] with a mask, zero at padding."""

@@ -95,19 +95,22 @@ def _products(C: Tensor, K: Tensor) -> Tensor:
 
 def _expand(C: Tensor, K: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
     """log|det|, [B], and its gradients after C and, for each sequence, after K."""
+    at_a_time = max(16, small_enough_for_the_cache(C) // K.shape[-1] ** 2)
+    parts = [_expand_some(some, K, at_a_time, with_gradient) for some in C.split(at_a_time)]
+    logabsdet, dC, dK = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    return logabsdet, dC, dK
+
+
+def _expand_some(C: Tensor, K: Tensor, at_a_time: int, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, tokens, width, _ = C.shape
     n = heads * width
     C = C.transpose(0, 1)
     logabsdet, dC, dK = C.new_zeros(batch), C.new_empty(C.shape), C.new_zeros(heads, batch, width, n)
     if C.numel() == 0:
         return logabsdet, dC.transpose(0, 1), dK.transpose(0, 1)
-    longest = min(tokens, max(1, small_enough_for_the_cache(C) // (batch * n * n)))
-    stretches = list(_stretches(tokens, longest))
-    means = torch.stack([C[:, :, stretch].mean((1, 2)) for stretch in stretches])
-    M = _to_double(-(means @ K).flatten(1, 2))  # an error here is one of every token of the stretch
-    inverses, values = (found.to(C) for found in invert_by_elimination(M))
+    longest = min(tokens, max(1, at_a_time // batch))
     work = C.new_empty(5, batch * longest * n * n)  # memory that is used again stays in the cache
-    for stretch, mean, inverse, value in zip(stretches, means, inverses, values, strict=True):
+    for stretch, (mean, inverse, value) in _centres(C, K, list(_stretches(tokens, longest))):
         rows = C[:, :, stretch].contiguous()
         N, *spare = work[:, : rows.numel() * heads].view(5, -1, n, n)
         K_A = (K.flatten(0, 1) @ inverse.mT).view_as(K)
@@ -125,6 +128,18 @@ def _expand(C: Tensor, K: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tenso
     return logabsdet, dC.transpose(0, 1), dK.transpose(0, 1)
 
 
+def _centres(C: Tensor, K: Tensor, stretches: list[slice]) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+    """Of each stretch the mean of C, the transposed inverse of A, and log|det A|; many at a time if they are small."""
+    step = max(1, small_enough_for_the_cache(C) // K.shape[-1] ** 2)
+    for start in range(0, len(stretches), step):
+        some = stretches[start : start + step]
+        means = torch.stack([C[:, :, stretch].mean((1, 2)) for stretch in some])
+        M = -(means @ K).flatten(1, 2)
+        exact = M if M.device.type == "mps" else M.double()  # an error here is one of every token of the stretch
+        inverses, values = (found.to(C) for found in invert_by_elimination(exact))
+        yield from zip(some, zip(means, inverses, values, strict=True), strict=True)
+
+
 def _stretches(tokens: int, longest: int) -> Iterator[slice]:
     """Places that are alike: the more a token sees already, the less the next one differs from it."""
     start = 0
@@ -140,7 +155,3 @@ def _multiply(C: Tensor, K: Tensor, out: Tensor, spare: Tensor) -> Tensor:
     torch.bmm(C.view(heads, -1, width), K, out=spare.view(heads, -1, n))
     out.view(-1, heads, width, n).copy_(spare.view(heads, -1, width, n).transpose(0, 1))
     return out
-
-
-def _to_double(t: Tensor) -> Tensor:
-    return t if t.device.type == "mps" else t.double()
