@@ -88,7 +88,7 @@ def invert_by_series(
     torch.bmm(N.mT, N.mT, out=square)
     size = torch.linalg.vector_norm(square, dim=(-2, -1)).amax().item()
     precision = 4 * torch.finfo(N.dtype).eps
-    if not size**MAX_TERMS < precision:  # or NaN
+    if not size < precision ** (1 / MAX_TERMS):  # or NaN
         return None
     num_terms = 2
     while size**num_terms > precision:

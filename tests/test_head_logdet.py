@@ -85,6 +85,8 @@ def test_a_sequence_far_from_its_mates_spoils_nobody():
     C, K = blocks(0.1)
     far = torch.cat([C[:3], 40 * C[3:]]).detach()
     torch.testing.assert_close(head_logabsdet(far, K), brute_force(far, K), rtol=1e-11, atol=1e-12)
+    huge = torch.cat([C[:3], 1e60 * C[3:]]).detach()
+    torch.testing.assert_close(head_logabsdet(huge, K), brute_force(huge, K), rtol=1e-11, atol=1e-12)
     singular = torch.stack([torch.eye(WIDTH).expand(HEADS, 1, -1, -1).double() * s for s in (1.0, -3.0)])
     K = torch.eye(HEADS * WIDTH, dtype=torch.float64).unflatten(0, (HEADS, WIDTH))  # the mean block is -I
     torch.testing.assert_close(head_logabsdet(singular, K), brute_force(singular, K))
