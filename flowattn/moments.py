@@ -50,8 +50,9 @@ def mean_and_covariance(
 
 def _covariance(m: Tensor, products: Tensor, diagonal: Tensor, scale: float) -> Tensor:
     width = m.shape[-1]
-    second = (products @ (_pairs(width, m)[2] * scale)).unflatten(-1, (width, width))
-    covariance = torch.addcmul(second, m.unsqueeze(-1), m.unsqueeze(-2), value=-scale)
+    second = (products @ _pairs(width, m)[2]).unflatten(-1, (width, width))
+    # A token that sees itself alone has exactly no covariance, as long as its products are rounded but once.
+    covariance = second.sub_(m.unsqueeze(-1) * m.unsqueeze(-2)).mul_(scale)
     covariance.diagonal(dim1=-2, dim2=-1).add_(diagonal.unsqueeze(-1))
     return covariance
 

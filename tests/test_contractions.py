@@ -865,3 +865,12 @@ def test_a_map_without_parameters_goes_where_it_is_sent():
 def test_a_map_in_half_precision_is_refused_in_words(dtype):
     with pytest.raises(ValueError, match="x must be of single or double precision"):
         L2SelfAttention(3, 1).to(dtype)(torch.zeros(2, 4, 3, dtype=dtype))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_compiler_takes_any_length_in_one_graph(causal):
+    f = L2SelfAttention(4, 2, causal=causal)
+    compiled = torch.compile(f, backend="eager", dynamic=True, fullgraph=True)
+    for tokens in (3, 5, 9):
+        x = torch.randn(2, tokens, 4)
+        close(compiled(x), f(x), 1e-6)

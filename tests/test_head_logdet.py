@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flowattn.attention import diagonal_blocks
 from flowattn.contractions import head_logdet
 from flowattn.contractions.head_logdet import head_logabsdet
 from flowattn.moments import mean_and_covariance, with_squares
@@ -150,3 +151,9 @@ def test_many_sequences_and_wide_heads_go_a_few_at_a_time(monkeypatch):
     got = head_logabsdet(C, K)
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(torch.autograd.grad(got.sum(), (C, K)), gradients, rtol=1e-10, atol=1e-11)
+
+
+def test_a_token_far_from_all_others_has_exactly_no_covariance():
+    z = 1000 * torch.randn(1, 16, 4)
+    blocks = diagonal_blocks(z, causal=True)[1]
+    assert torch.equal(blocks, torch.eye(4).expand_as(blocks))

@@ -309,6 +309,18 @@ def test_causal_attention_takes_at_most_two_thirds_of_the_evaluations_of_plain_i
     assert alone.num_evaluations[0] == fast.num_evaluations[0]
 
 
+def test_the_input_is_left_alone_even_where_it_is_the_solution():
+    f = L2SelfAttention(4, 2, coefficient=0.9)
+    with torch.no_grad():
+        f.B.zero_()
+    y = torch.randn(6, 5, 4) * torch.logspace(-6, 3, 6)[:, None, None]
+    kept = y.clone()
+    x = Solver().solve(f, y).x
+    assert torch.equal(y, kept)
+    x.zero_()
+    assert torch.equal(y, kept)
+
+
 def random_contraction(seed):
     """Weights and tokens of all sizes."""
     torch.manual_seed(seed)

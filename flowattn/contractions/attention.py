@@ -295,6 +295,10 @@ class L2SelfAttention(_SelfAttention):
         if mask is not None:
             seen = mask.cumsum(-1) if self.causal else mask.sum(-1, keepdim=True).expand(mask.shape)
             return attention_stretch((seen - 1).clamp_min(0).to(self.W.dtype).log()).unsqueeze(1)
+        if torch.compiler.is_compiling():  # which knows lengths by name only
+            start = 0 if self.causal else num_tokens - 1
+            others = torch.arange(start, num_tokens, dtype=self.W.dtype, device=self.W.device)
+            return attention_stretch(others.log()).unsqueeze(0)
         if self.causal:
             return self.W.new_tensor([counted_stretches(num_tokens)])
         return self.W.new_full((1, 1), counted_stretch(num_tokens - 1))

@@ -137,7 +137,7 @@ class Solver:
         def norm(t: Tensor) -> Tensor:
             return sequence_norm(t, f.norm)
 
-        start = y if start is None else start
+        start = y.clone() if start is None else start  # which may be the solution, and is not the caller's
         return iterate(evaluate, y, start, step, norm, lipschitz, tolerance, self.max_steps, is_last=is_last)
 
     def _step(

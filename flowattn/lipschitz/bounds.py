@@ -71,7 +71,6 @@ def attention_stretch(log_weight: Float[Tensor, "*batch"]) -> Float[Tensor, "*ba
     return 1 + 4 * wright_omega(log_weight - 1)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @functools.lru_cache(maxsize=4096)
 def counted_stretch(num_others: int) -> float:
     """`attention_stretch` of a number of unbiased tokens, as a plain number.
@@ -83,7 +82,6 @@ def counted_stretch(num_others: int) -> float:
     return _counted(num_others, num_others + 1)[0]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @functools.lru_cache(maxsize=64)
 def counted_stretches(num_tokens: int) -> tuple[float, ...]:
     """`counted_stretch` of the tokens before each, none to all but one.
