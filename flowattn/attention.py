@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flowattn.kernel import HIDDEN, attention_with_diagonal, dot_product_attention, softmax_weights
 from flowattn.moments import mean_and_covariance, with_squares
+from flowattn.pair_blocks import pair_blocks
 
 __all__ = [
     "HIDDEN",
@@ -263,23 +264,20 @@ def heads_jacobian(
     P = _weights(z, bias, causal)
     steep = R * (2 / math.sqrt(z.shape[-1]))
     a = B.mT @ z.mT
-    mean = P @ a.mT
-    # Keys come last, [B, H, N, D, N]: features are few, and operations along the last dimension fast if it is long.
-    to_key = P.unsqueeze(-2) * (a.unsqueeze(-3) - mean.unsqueeze(-1))
+    mean = a @ P.mT
+    # Keys come last, [B, H, D, N, N]: features are few, and operations along the last dimension fast if it is long.
+    to_key = P.unsqueeze(-3) * (a.unsqueeze(-2) - mean.unsqueeze(-1))
     if R.ndim == 3:
-        b = z @ steep
-        apart = b.unsqueeze(-1) - b.mT.unsqueeze(-3)
-        own = to_key.flatten(2, 3) @ b
-        straight = (B.mT @ R)[None, :, None, ..., None]
+        J = pair_blocks(P, to_key, B.mT @ R, steep.mT @ z.mT)
     else:
-        apart = torch.einsum("bhid,bhjdk->bhikj", z, steep) - torch.einsum("bhjd,bhjdk->bhkj", z, steep).unsqueeze(-3)
-        own = torch.einsum("bhioj,bhjd,bhidk->bhiok", to_key, z, steep)
-        straight = torch.einsum("hdo,bhjdk->bhokj", B, R).unsqueeze(2)
-    J = own.sum(1).view(len(z), z.shape[-2], B.shape[-1], R.shape[-1], 1) * torch.eye(z.shape[-2]).to(z)[:, None, None]
-    for h in range(z.shape[1]):
-        J = J + P[:, h, :, None, None] * straight[:, h]
-        J = torch.addcmul(J, to_key[:, h].unsqueeze(-2), apart[:, h].unsqueeze(-3))
-    return (mean + centre @ B).sum(1), J.mT
+        apart = torch.einsum("bhid,bhjdk->bhikj", z, steep) - torch.einsum("bhjd,bhjdk->bhkj", z, steep).unsqueeze(2)
+        own = torch.einsum("bhoij,bhjd,bhidk->boki", to_key, z, steep)
+        straight = torch.einsum("hdo,bhjdk->bhokj", B, R)
+        J = torch.diag_embed(own, dim1=2, dim2=4)
+        for h in range(z.shape[1]):
+            J = J + P[:, h, None, :, None, :] * straight[:, h].unsqueeze(2)
+            J = torch.addcmul(J, to_key[:, h].unsqueeze(-2), apart[:, h].unsqueeze(1))
+    return (mean.mT + centre @ B).sum(1), J.permute(0, 2, 1, 4, 3)
 
 
 def _centred(z: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

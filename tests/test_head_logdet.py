@@ -50,7 +50,7 @@ def methods(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 9, 40])
-@pytest.mark.parametrize(("apart", "ways"), [(0.0, {"series"}), (0.1, {"series"}), (3.0, {"none", "series"})])
+@pytest.mark.parametrize(("apart", "ways"), [(0.0, {"series"}), (0.01, {"series"}), (3.0, {"none", "series"})])
 def test_value_and_gradient_are_those_of_eliminations(apart, ways, tokens, methods):
     C, K = blocks(apart, tokens)
     weights = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
@@ -71,7 +71,7 @@ def test_single_precision_loses_its_last_digits_only(apart):
     value, truth = head_logabsdet(C, K), brute_force(*(pair := tuple(exact)))
     assert (value - truth).abs().max() < 3e-6 * 40
     for got, want in zip(torch.autograd.grad(value.sum(), (C, K)), torch.autograd.grad(truth.sum(), pair), strict=True):
-        assert (got - want).abs().max() < 1e-4 * want.abs().max() if apart > 1 else 3e-6 * want.abs().max()
+        assert (got - want).abs().max() < (1e-4 if apart > 1 else 2e-5) * want.abs().max()
 
 
 def test_stretches_cover_every_token_once_and_grow():

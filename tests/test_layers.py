@@ -12,6 +12,7 @@ CORE = [
     "checks",
     "kernel",
     "moments",
+    "pair_blocks",
     "determinants",
     "attention",
     "lipschitz",

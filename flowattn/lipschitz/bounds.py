@@ -16,6 +16,7 @@ import functools
 import math
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -186,19 +187,20 @@ def single_head_bound(
     \frac2s \operatorname{tr}\bigl(\tfrac12(\alpha B B^T + \alpha^{-1} W^T W) \Sigma_i\bigr) \le
     \frac2s \gamma \operatorname{tr} \Sigma_i`, and :math:`\operatorname{tr} \Sigma_i \le s W_0(S_i/e)`.
     """
-    tiny = torch.finfo(W.dtype).tiny
-    gram_W, gram_B = W.mT @ W, B @ B.mT
-    grams = [gram_W, gram_B]
+    wider = B.shape[2] - W.shape[1]
+    W_t = F.pad(W.mT, (0, wider)) if wider > 0 else W.mT
+    pair = torch.cat([W_t, F.pad(B, (0, -wider)) if wider < 0 else B])
+    # At Frobenius norm 1 both have the same share in the sum, as alpha wants it.
+    size = torch.linalg.vector_norm(pair, dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(W.dtype).tiny)
+    pair = pair / size
+    grams = pair @ pair.mT
     if ball is None:
-        traces = [gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(tiny) for gram in grams]
-        alpha = (traces[0] / traces[1]).sqrt()[:, None, None]
-        grams.append((gram_B * alpha + gram_W / alpha) / 2)
-    norms = spectral_norm_bound(torch.stack(grams)).unsqueeze(-1)
-    norm_W, norm_B = norms[:2].clamp_min(tiny).sqrt()
-    product = norm_W * norm_B
+        grams = torch.cat([grams, grams.mean(0, keepdim=True)])
+    norm_W, norm_B, *norm_both = spectral_norm_bound(grams).unbind()
+    product, size = (norm_W * norm_B).clamp_min(torch.finfo(W.dtype).tiny).sqrt(), (size[0] * size[1]).view(1)
     if ball is not None:
-        return (torch.minimum(stretch, ball) * product).squeeze(-2)
-    return (product + (stretch - 1) * torch.minimum(product, norms[2])).squeeze(-2)
+        return torch.minimum(stretch, ball).squeeze(-2) * (product * size)
+    return (product + (stretch.squeeze(-2) - 1) * torch.minimum(product, norm_both[0])) * size
 
 
 def infinity_bound(

@@ -31,7 +31,7 @@ class ExactLogDet(LogDet):
             value, blocks = contraction.forward_and_diagonal(x, mask, context)
             return value, blocks.logabsdet()
         value, J = contraction.forward_and_jacobian(x, mask, context)
-        return value, logabsdet_plus_identity(J.flatten(3).flatten(1, 2))
+        return value, logabsdet_plus_identity(J.permute(0, 2, 1, 4, 3).flatten(3).flatten(1, 2))
 
     def __repr__(self) -> str:
         return "ExactLogDet()"
