@@ -120,11 +120,11 @@ def l2_attention(
         tensor([1.])
     """
     width, s = z.shape[-1], math.sqrt(z.shape[-1])
-    if (bias is not None and bias.shape[-2] > 1) or causal or z.requires_grad:
+    if (bias is not None and bias.shape[-2] > 1) or causal or z.requires_grad or width < 16:
         # A mask that needs a gradient pushes torch off its fast kernel, and a mask next to `is_causal` is refused.
         # So the term of the keys rides in one more column, padded to a width the kernel likes.
-        padded = F.pad(z, (0, 1 + -(width + 1) % 8))
-        extra = F.one_hot(torch.tensor(width, device=z.device), padded.shape[-1]).to(z.dtype)
+        more = _wide_enough(z) - width
+        padded, extra = F.pad(z, (0, more)), F.pad(z.new_ones(1), (width, more - 1))
         queries = padded - (_centre(padded, causal) - (s / 2) * extra)
         squares = queries.square().sum(-1, keepdim=True) - s**2 / 4
         keys = torch.addcmul(queries, squares * (-1 / s) - s / 2, extra)
@@ -292,6 +292,12 @@ def _centred(z: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
 
 def _centre(z: Tensor, causal: bool) -> Tensor:
     return (z[..., :1, :] if causal else z.mean(-2, keepdim=True)).detach()
+
+
+def _wide_enough(z: Tensor) -> int:
+    """A width with room for one more column, of at least one register on CPU and aligned elsewhere."""
+    more = z.shape[-1] + 1
+    return max(16, more) if z.device.type == "cpu" else more + -more % 8
 
 
 def _queries_and_keys(z: Tensor) -> tuple[Tensor, Tensor]:
