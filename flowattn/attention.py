@@ -120,7 +120,7 @@ def l2_attention(
         tensor([1.])
     """
     width, s = z.shape[-1], math.sqrt(z.shape[-1])
-    if (bias is not None and bias.shape[-2] > 1) or causal or z.requires_grad or width < 16:
+    if (bias is not None and bias.shape[-2] > 1) or causal or z.requires_grad:
         # A mask that needs a gradient pushes torch off its fast kernel, and a mask next to `is_causal` is refused.
         # So the term of the keys rides in one more column, padded to a width the kernel likes.
         more = _wide_enough(z) - width
@@ -295,9 +295,11 @@ def _centre(z: Tensor, causal: bool) -> Tensor:
 
 
 def _wide_enough(z: Tensor) -> int:
-    """A width with room for one more column, of at least one register on CPU and aligned elsewhere."""
+    """A width with room for one more column that torch's kernels are fast at: not too narrow on CPU, else aligned."""
     more = z.shape[-1] + 1
-    return max(16, more) if z.device.type == "cpu" else more + -more % 8
+    if z.device.type != "cpu":
+        return more + -more % 8
+    return max(12 if z.dtype == torch.float64 else 16, more)
 
 
 def _queries_and_keys(z: Tensor) -> tuple[Tensor, Tensor]:

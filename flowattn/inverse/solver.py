@@ -130,7 +130,7 @@ class Solver:
             row_scale = scale if scale.ndim == 1 else scale[active]
             here, given = _pick(mask, active), _pick(context, active)
             if not isinstance(step, NewtonStep):
-                return f.free(x, here, given) * row_scale.unsqueeze(-1), None
+                return f.scaled(x, here, given, row_scale), None
             value, blocks = f.free_diagonal(x, here, given)
             return value * row_scale.unsqueeze(-1), blocks.scaled(row_scale).dense()
 
