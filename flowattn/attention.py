@@ -262,21 +262,23 @@ def heads_jacobian(
     """
     z, centre = _centred(z, causal)
     P = _weights(z, bias, causal)
-    steep = R * (2 / math.sqrt(z.shape[-1]))
     a = B.mT @ z.mT
     mean = a @ P.mT
     # Keys come last, [B, H, D, N, N]: features are few, and operations along the last dimension fast if it is long.
     to_key = P.unsqueeze(-3) * (a.unsqueeze(-2) - mean.unsqueeze(-1))
+    steep = z * (2 / math.sqrt(z.shape[-1]))
     if R.ndim == 3:
-        J = pair_blocks(P, to_key, B.mT @ R, steep.mT @ z.mT)
+        straight = (B.mT @ R)[None, ..., None]
+        b = R.mT @ steep.mT
+        apart = b.unsqueeze(-1) - b.unsqueeze(-2)
+        own = (to_key.flatten(2, 3) @ b.mT).sum(1).unflatten(1, to_key.shape[2:4]).mT
     else:
-        apart = torch.einsum("bhid,bhjdk->bhikj", z, steep) - torch.einsum("bhjd,bhjdk->bhkj", z, steep).unsqueeze(2)
-        own = torch.einsum("bhoij,bhjd,bhidk->boki", to_key, z, steep)
-        straight = torch.einsum("hdo,bhjdk->bhokj", B, R)
-        J = torch.diag_embed(own, dim1=2, dim2=4)
-        for h in range(z.shape[1]):
-            J = J + P[:, h, None, :, None, :] * straight[:, h].unsqueeze(2)
-            J = torch.addcmul(J, to_key[:, h].unsqueeze(-2), apart[:, h].unsqueeze(1))
+        flat = R.movedim(2, -1).flatten(3)
+        straight, b = ((left @ flat).unflatten(-1, (R.shape[-1], -1)) for left in (B.mT, steep))
+        b = b.transpose(2, 3).contiguous()
+        apart = b - b.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+        own = torch.einsum("bhoid,bhidk->boki", (to_key.flatten(2, 3) @ steep).unflatten(2, to_key.shape[2:4]), R)
+    J = pair_blocks(P, to_key, straight, apart, own)
     return (mean.mT + centre @ B).sum(1), J.permute(0, 2, 1, 4, 3)
 
 
