@@ -29,6 +29,7 @@ from flowattn.pair_blocks import pair_blocks
 __all__ = [
     "HIDDEN",
     "attention_weights",
+    "centred",
     "diagonal_blocks",
     "dot_product_attention",
     "heads_jacobian",
@@ -97,7 +98,7 @@ def attention_weights(
         >>> attention_weights(torch.tensor([[0.0], [0.0], [99.0]]))[0]
         tensor([0.5000, 0.5000, 0.0000])
     """
-    return _weights(_centred(z, causal)[0], bias, causal)
+    return _weights(centred(z, causal)[0], bias, causal)
 
 
 def l2_attention(
@@ -150,7 +151,7 @@ def l2_attention_last(
         >>> l2_attention_last(torch.tensor([[0.0], [2.0], [2.0]]), 2)[-1] > 1.9
         tensor([True])
     """
-    queries, keys = _queries_and_keys(_centred(z, causal=True)[0])
+    queries, keys = _queries_and_keys(centred(z, causal=True)[0])
     bias = bias if bias is None or bias.shape[-2] == 1 else bias[..., -count:, :]
     return softmax_weights(queries[..., -count:, :], keys, bias, causal=True) @ z
 
@@ -170,7 +171,7 @@ def l2_attention_linearize(
 
     Cost: O(N^2 d) time per direction, O(N^2) memory.
     """
-    z, centre = _centred(z, causal)
+    z, centre = centred(z, causal)
     P = _weights(z, bias, causal)
     m = P @ z
     # Terms of dL that are the same for every key drop out: what is left is one product.
@@ -212,7 +213,7 @@ def diagonal_blocks(
 
     Cost: O(N^2 d^2) time, O(N^2 + N d^2) memory.
     """
-    z, centre = _centred(z, causal)
+    z, centre = centred(z, causal)
     width, s = z.shape[-1], math.sqrt(z.shape[-1])
     averages, own = attention_with_diagonal(*_queries_and_keys(z), with_squares(z), bias, causal=causal)
     m, blocks = mean_and_covariance(averages, width, scale=2 / s, diagonal=own)
@@ -232,7 +233,7 @@ def jacobian_blocks(
 
     Cost: O(N^2 d^2) time and memory.
     """
-    z, centre = _centred(z, causal)
+    z, centre = centred(z, causal)
     P = _weights(z, bias, causal)
     m = P @ z
     to_key = z.unsqueeze(-3) - m.unsqueeze(-2)
@@ -260,7 +261,7 @@ def heads_jacobian(
 
     Cost: O(N^2 D^2) memory and, for H heads, O(N^2 D^2 H) time.
     """
-    z, centre = _centred(z, causal)
+    z, centre = centred(z, causal)
     P = _weights(z, bias, causal)
     a = B.mT @ z.mT
     mean = a @ P.mT
@@ -282,7 +283,9 @@ def heads_jacobian(
     return (mean.mT + centre @ B).sum(1), J.permute(0, 2, 1, 4, 3)
 
 
-def _centred(z: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def centred(
+    z: Float[Tensor, "*batch tokens width"], causal: bool
+) -> tuple[Float[Tensor, "*batch tokens width"], Float[Tensor, "*batch 1 width"]]:
     """Moves the tokens near the origin, and says from where.
 
     The weights do not change when all tokens move together, but |z|^2 loses its digits far from the origin.

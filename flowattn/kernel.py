@@ -232,6 +232,8 @@ class _AttentionWithDiagonal(torch.autograd.Function):
             dlogits = g[..., rows, :] @ v[..., seen, :].mT
             dlogits.diagonal(rows.start, dim1=-2, dim2=-1).add_(g_diagonal[..., rows])
             dlogits.sub_(mean[..., rows, :]).mul_(P)
+            # Rows add up to zero. Where a token sees little but itself, its own entry would be nothing but rounding.
+            dlogits.diagonal(rows.start, dim1=-2, dim2=-1).sub_(dlogits.sum(-1))
             dq.append(k[..., seen, :].mT @ dlogits.mT)
             dk[..., seen] += q[..., rows, :].mT @ dlogits
             dv[..., seen, :] += P.mT @ g[..., rows, :]

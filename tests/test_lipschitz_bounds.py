@@ -333,3 +333,11 @@ def test_bound_with_alibi_stops_growing_with_the_number_of_tokens(norm):
     lengths = (100, 1000, 3000)
     bounds = [f.lipschitz_bound(n, norm).item() / (math.sqrt(n) if norm == "2" else 1) for n in lengths]
     assert bounds[2] <= 1.1 * bounds[1] and bounds[2] <= 1.01 * bounds[1] + 0.1 * bounds[0]
+
+
+@pytest.mark.parametrize(("size_W", "size_B"), [(1e-24, 1e-24), (1e20, 1e-20), (1e-38, 1.0), (0.0, 1.0), (1.0, 0.0)])
+def test_a_single_head_of_any_size_has_a_bound(size_W, size_B):
+    W, B = size_W * torch.randn(1, 3, 2), size_B * torch.randn(1, 2, 3)
+    bound = token_bound(W, B, torch.full((1, 1), 5.0))
+    exact = token_bound(W.double(), B.double(), torch.full((1, 1), 5.0, dtype=torch.float64))
+    torch.testing.assert_close(bound.double(), exact, rtol=1e-3, atol=1e-30)

@@ -1,5 +1,6 @@
 """Log-determinants are those of the brute-force Jacobian: exactly, or on average."""
 
+import copy
 import functools
 
 import pytest
@@ -679,3 +680,17 @@ def test_an_empty_batch_has_no_log_determinants():
     for options in ({}, {"head_features": 5}, {"lift": 8}, {"position_bias": "alibi"}):
         block = InvertibleAttention(4, 2, causal=True, logdet=ExactLogDet(), **options)
         assert block(torch.zeros(0, 5, 4), torch.zeros(0, 5, dtype=torch.bool))[1].shape == (0,)
+
+
+@pytest.mark.parametrize(("features", "heads", "size", "tolerance"), [(64, 4, 1.5, 1e-3), (4, 2, 10.0, 1e-3)])
+def test_gradients_of_tokens_that_see_little_but_themselves_keep_their_digits(features, heads, size, tolerance):
+    """Their own weights hardly change: the gradient is what is left of large numbers."""
+    f = L2SelfAttention(features, heads, causal=True)
+    x = size * torch.randn(24, 16, features)
+
+    def gradient(f, x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(ExactLogDet()(f, x)[1].sum(), x)[0]
+
+    single, double = gradient(f, x), gradient(copy.deepcopy(f).double(), x.double())
+    assert torch.linalg.vector_norm(single - double) < tolerance * torch.linalg.vector_norm(double)

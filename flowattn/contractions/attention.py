@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from flowattn.attention import (
     HIDDEN,
+    attention_weights,
+    centred,
     diagonal_blocks,
     dot_product_attention,
     heads_jacobian,
@@ -32,7 +34,7 @@ from flowattn.lipschitz.bounds import (
     token_bound,
     visible_weight,
 )
-from flowattn.lipschitz.norms import Norm, check_norm
+from flowattn.lipschitz.norms import Norm, check_norm, token_norm
 
 
 class _SelfAttention(Contraction):
@@ -268,6 +270,26 @@ class L2SelfAttention(_SelfAttention):
         if self.causal and self.max_tokens is not None:  # no row may know how many there are
             return math.sqrt(self.max_tokens)
         return math.sqrt(num_tokens) if mask is None else mask.sum(-1, keepdim=True).clamp_min(1).to(self.W).sqrt()
+
+    def rounding(
+        self, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor, *, sharp: bool = False
+    ) -> Tensor:
+        r"""Logits lose digits by the squares of the tokens.
+
+        With r the distance of the tokens from their centre these are :math:`r^2 / s`, and the mean changes by no more
+        than that times :math:`\sum_j P_{ij} |z_j - m_i| \le \min(2 r, \sqrt{s W_0(S_i / e)})`, see `attention_stretch`.
+        """
+        near, _ = centred(self._ball(self._heads(x, mask, context)), self.causal)
+        r = token_norm(near).unsqueeze(-1)
+        s = math.sqrt(self.head_features)
+        apart = torch.minimum(2 * r, (s / 4 * (self._stretch(x.shape[1], mask) - 1)).sqrt())
+        if sharp:
+            P = attention_weights(near, self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
+            deviation = (P * torch.cdist(P @ near, near).square()).sum(-1).sqrt()
+            is_known = torch.finfo(x.dtype).eps * r.square() < s / 16  # to within a factor of two
+            apart = torch.where(is_known, torch.minimum(apart, 2 * deviation), apart)
+        B = torch.linalg.vector_norm(self.B.unflatten(0, (self.num_heads, -1)), dim=(1, 2)).unsqueeze(-1)
+        return self.whole_bound((B * r.square() / s * apart).sum(1) * scale, self.norm)
 
     def _heads(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
         y = x @ self.W

@@ -99,6 +99,16 @@ class Contraction(nn.Module):
         """How much smaller than that of the whole map the bounds of its rows must be."""
         return 1.0
 
+    def rounding(
+        self, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor, *, sharp: bool = False
+    ) -> Tensor:
+        """What rounding may change of the map, scaled so, at x: [B], in units of the precision, in the norm of the map.
+
+        It comes on top of what is in proportion to the length of x. If `sharp`, it may take as long as the map itself
+        to find a smaller number.
+        """
+        return x.new_zeros(len(x))
+
     def scaled(self, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor) -> Tensor:
         """The free map with its rows multiplied by the scale, [N], [1] or [B, N]."""
         return self.free(x, mask, context) * scale.unsqueeze(-1)

@@ -76,6 +76,13 @@ class Centred(Contraction):
     def free(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
         return centre(self.contraction(centre(x, mask), mask, context), mask)
 
+    def rounding(
+        self, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor, *, sharp: bool = False
+    ) -> Tensor:
+        own = self.contraction.scale(x.shape[1], mask)
+        inner = self.contraction.rounding(centre(x, mask), mask, context, own, sharp=sharp)
+        return 2 * inner * scale.amax(-1)
+
     def free_linearize(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Push]:
         value, push = self.contraction.linearize(centre(x, mask), mask, context)
         return centre(value, mask), lambda v: centre(push(centre(v, mask)), mask)

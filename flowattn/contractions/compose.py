@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flowattn.contractions.base import Contraction, Push, Structure
 from flowattn.contractions.blocks import DenseBlocks, TokenBlocks
-from flowattn.lipschitz.norms import Norm
+from flowattn.lipschitz.norms import Norm, token_norm
 
 
 class Compose(Contraction):
@@ -62,6 +62,19 @@ class Compose(Contraction):
         for part in self.parts:
             x = part(x, mask, self._for(part, context))
         return x
+
+    def rounding(
+        self, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor, *, sharp: bool = False
+    ) -> Tensor:
+        total = x.new_zeros(len(x))
+        for part in self.parts:
+            assert isinstance(part, Contraction)
+            own, given = part.scale(x.shape[1], mask), self._for(part, context)
+            stretch = (part.row_bounds(x.shape[1], mask) * own).amax(-1)
+            total = total * stretch + part.rounding(x, mask, given, own, sharp=sharp)
+            x = part.scaled(x, mask, given, own)
+            total = total + token_norm(x)
+        return total * scale.amax(-1)
 
     def free_linearize(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Push]:
         pushes = []

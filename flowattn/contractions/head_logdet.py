@@ -63,14 +63,10 @@ class _HeadLogAbsDet(torch.autograd.Function):
         return dC * g[:, None, None, None, None], (g[:, None, None, None] * dK).sum(0)
 
     @staticmethod
-    def jvp(ctx: Any, C_change: Tensor | None, K_change: Tensor | None) -> Any:
+    def jvp(ctx: Any, C_change: Tensor, K_change: Tensor) -> Any:
         C, K = ctx.saved_tensors  # of `forward` the gradients are known, but not how they change
         product = _products(C, K)
-        change = torch.zeros_like(product)
-        if C_change is not None:
-            change = change + _products(C_change, K)
-        if K_change is not None:
-            change = change + _products(C, K_change)
+        change = _products(C_change, K) + _products(C, K_change)
         identity = torch.eye(product.shape[-1], dtype=product.dtype, device=product.device)
         return trace(torch.linalg.solve(identity + product, change)).sum(-1), None, None
 

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowattn.lipschitz.lambert import wright_omega
-from flowattn.lipschitz.norms import spectral_norm_bound
+from flowattn.lipschitz.norms import largest_entry, spectral_norm_bound
 
 
 def visible_weight(
@@ -191,13 +191,16 @@ def single_head_bound(
     W_t = F.pad(W.mT, (0, wider)) if wider > 0 else W.mT
     pair = torch.cat([W_t, F.pad(B, (0, -wider)) if wider < 0 else B])
     # At Frobenius norm 1 both have the same share in the sum, as alpha wants it.
-    size = torch.linalg.vector_norm(pair, dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(W.dtype).tiny)
+    tiny, largest = torch.finfo(W.dtype).tiny, largest_entry(pair)
+    pair = pair / largest
+    size = torch.linalg.vector_norm(pair, dim=(-2, -1), keepdim=True).clamp_min(tiny)
     pair = pair / size
     grams = pair @ pair.mT
     if ball is None:
         grams = torch.cat([grams, grams.mean(0, keepdim=True)])
     norm_W, norm_B, *norm_both = spectral_norm_bound(grams).unbind()
-    product, size = (norm_W * norm_B).clamp_min(torch.finfo(W.dtype).tiny).sqrt(), (size[0] * size[1]).view(1)
+    size_W, size_B = size * largest
+    product, size = (norm_W * norm_B).clamp_min(tiny).sqrt(), (size_W * size_B).view(1)
     if ball is not None:
         return torch.minimum(stretch, ball).squeeze(-2) * (product * size)
     return (product + (stretch.squeeze(-2) - 1) * torch.minimum(product, norm_both[0])) * size

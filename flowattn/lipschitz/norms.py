@@ -87,7 +87,7 @@ def _gram_iteration(W: Tensor, num_squarings: int) -> list[Tensor]:
     """The bound, and the powers A, A^2, A^4, ... on the way to it, each up to a factor."""
     rows, columns = W.shape[-2:]
     tiny = torch.finfo(W.dtype).tiny
-    bound = _size(W)
+    bound = largest_entry(W)
     W = W / bound
     power = torch.bmm(W, W.mT) if rows <= columns else torch.bmm(W.mT, W)  # which is quicker to call than @
     powers = []
@@ -103,7 +103,7 @@ def _gram_iteration(W: Tensor, num_squarings: int) -> list[Tensor]:
     return [bound.view(-1), *powers]
 
 
-def _size(W: Tensor) -> Tensor:
+def largest_entry(W: Tensor) -> Tensor:
     """The largest entry. A bound of W / size times size does not depend on it, so it needs no gradient."""
     return W.detach().abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(W.dtype).tiny)
 
@@ -145,7 +145,7 @@ def _gradient(W: Tensor, bound: Tensor, powers: list[Tensor]) -> Tensor:
     product = powers[-1]
     for power in reversed(powers[:-1]):
         product = torch.bmm(product, power)
-    size = _size(W)
+    size = largest_entry(W)
     W = W / size
     direction = torch.bmm(product, W) if product.shape[-1] == W.shape[-2] else torch.bmm(W, product)
     along = (direction * W).sum((-2, -1), keepdim=True).clamp_min(torch.finfo(W.dtype).tiny)
