@@ -563,8 +563,8 @@ def test_auto_is_exact_where_that_is_cheap_and_an_estimate_elsewhere():
     assert isinstance(auto.choose(dense, 6), RussianRoulette)
     assert isinstance(auto.choose(causal, 10_000), ExactLogDet)
     assert isinstance(auto.choose(wide, 1), RussianRoulette)
-    assert isinstance(AutoLogDet().choose(dense, 32), ExactLogDet)  # 128 numbers
-    assert isinstance(AutoLogDet().choose(dense, 33), RussianRoulette)
+    assert isinstance(AutoLogDet().choose(dense, 48), ExactLogDet)  # 192 numbers
+    assert isinstance(AutoLogDet().choose(dense, 49), RussianRoulette)
     series = PowerSeries(num_terms=3)
     assert AutoLogDet(max_dense=20, otherwise=series).choose(dense, 6) is series
 

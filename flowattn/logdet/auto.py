@@ -26,7 +26,7 @@ class AutoLogDet(LogDet):
             RussianRoulette(num_exact_terms=4, survival=L^2, num_probes=1))
     """
 
-    def __init__(self, max_dense: int = 128, max_width: int = 256, otherwise: LogDet | None = None) -> None:
+    def __init__(self, max_dense: int = 192, max_width: int = 256, otherwise: LogDet | None = None) -> None:
         check_positive(max_dense=max_dense, max_width=max_width)
         self.max_dense = max_dense
         self.max_width = max_width
