@@ -143,11 +143,11 @@ class Solver:
         if is_last or (found.certified_error <= tolerance).any():
             unit = 4 * torch.finfo(y.dtype).eps / (1 - lipschitz)
             error = found.certified_error + unit * f.rounding(found.x, mask, context, scale)
-            large = ~(error <= tolerance)
-            if is_last and large.any():  # it is worth a closer look
-                few, own_scale = found.x[large], scale if scale.ndim == 1 else scale[large]
-                hidden = f.rounding(few, _pick(mask, large), _pick(context, large), own_scale, sharp=True)
-                error[large] = found.certified_error[large] + unit * hidden
+            for k in (~(error <= tolerance)).nonzero().flatten().tolist() if is_last else ():
+                one = slice(k, k + 1)  # a closer look takes memory
+                own_scale = scale if scale.ndim == 1 else scale[one]
+                hidden = f.rounding(found.x[one], _pick(mask, one), _pick(context, one), own_scale, sharp=True)
+                error[one] = found.certified_error[one] + unit * hidden
             found = found._replace(certified_error=error)
         return found, following
 
@@ -196,7 +196,7 @@ class Solver:
         raise InverseNotConverged(f"{cause}. {advice}")
 
 
-def _pick(t: Tensor | None, samples: Tensor | None) -> Tensor | None:
+def _pick(t: Tensor | None, samples: Tensor | slice | None) -> Tensor | None:
     """These samples of t, or all of them."""
     return t if t is None or samples is None else t[samples]
 
