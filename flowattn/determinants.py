@@ -104,7 +104,8 @@ def invert_by_series(
         (last_even, last_odd), (even, odd) = (even, odd), traces(powers)
         value += (even - last_even) / (2 * j) + (odd - last_odd) / (2 * j + 1)
     powers.diagonal(dim1=-2, dim2=-1).add_(1)
-    # A gradient needs fewer digits than a value that is summed over all tokens.
+    # A gradient needs fewer digits than a value that is summed over all tokens. The first test follows from the second,
+    # and is quicker.
     if size**1.5 <= 128 * eps and size * torch.linalg.vector_norm(N, dim=(-2, -1)).amax().item() <= 128 * eps:
         return torch.add(powers, N.mT, out=spare), -value
     N.diagonal(dim1=-2, dim2=-1).add_(1)

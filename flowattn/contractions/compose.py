@@ -70,7 +70,7 @@ class Compose(Contraction):
         for part in self.parts:
             assert isinstance(part, Contraction)
             own, given = part.scale(x.shape[1], mask), self._for(part, context)
-            stretch = (part.row_bounds(x.shape[1], mask) * own).amax(-1)
+            stretch = part.row_bounds(x.shape[1], mask).amax(-1) if part.coefficient is None else part.coefficient
             total = total * stretch + part.rounding(x, mask, given, own, sharp=sharp)
             x = part.scaled(x, mask, given, own)
             total = total + token_norm(x)

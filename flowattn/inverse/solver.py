@@ -88,10 +88,9 @@ class Solver:
         finest = single if y.device.type == "mps" else torch.float64
 
         def solve_some(samples: Tensor | None, start: Tensor | None, dtype: torch.dtype) -> Iterated:
-            own_scale = (scale if scale.ndim == 1 or samples is None else scale[samples]).to(dtype)
-            features, first = (_to(_pick(t, samples), dtype) for t in (context, start))
-            few = y if samples is None else y[samples]
-            args = (f, few.to(dtype), first, _pick(mask, samples), features, own_scale, lipschitz, tolerance)
+            own_mask, features, own_scale = _of(samples, mask, context, scale)
+            few, first = y if samples is None else y[samples], _to(_pick(start, samples), dtype)
+            args = (f, few.to(dtype), first, own_mask, _to(features, dtype), own_scale.to(dtype), lipschitz, tolerance)
             run = functools.partial(self._iterate, is_last=dtype == finest)
             return run(*args) if dtype == y.dtype else _in_precision(f, dtype, run, *args)
 
@@ -127,8 +126,7 @@ class Solver:
         step = self._step(f, y, mask, context, scale, is_near=start is not None)
 
         def evaluate(x: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
-            row_scale = scale if scale.ndim == 1 else scale[active]
-            here, given = _pick(mask, active), _pick(context, active)
+            here, given, row_scale = _of(active, mask, context, scale)
             if not isinstance(step, NewtonStep):
                 return f.scaled(x, here, given, row_scale), None
             value, blocks = f.free_diagonal(x, here, given)
@@ -140,16 +138,16 @@ class Solver:
         start = y.clone() if start is None else start  # which may be the solution, and is not the caller's
         goal = tolerance / 2 if is_last else tolerance  # the other half is for what rounding hides of f
         found, following = iterate(evaluate, y, start, step, norm, lipschitz, goal, self.max_steps, is_last=is_last)
-        if is_last or (found.certified_error <= tolerance).any():
-            unit = 4 * torch.finfo(y.dtype).eps / (1 - lipschitz)
-            error = found.certified_error + unit * f.rounding(found.x, mask, context, scale)
-            for k in (~(error <= tolerance)).nonzero().flatten().tolist() if is_last else ():
-                one = slice(k, k + 1)  # a closer look takes memory
-                own_scale = scale if scale.ndim == 1 else scale[one]
-                hidden = f.rounding(found.x[one], _pick(mask, one), _pick(context, one), own_scale, sharp=True)
-                error[one] = found.certified_error[one] + unit * hidden
-            found = found._replace(certified_error=error)
-        return found, following
+        if not is_last and not (found.certified_error <= tolerance).any():
+            return found, following
+        unit = 4 * torch.finfo(y.dtype).eps / (1 - lipschitz)
+        error = found.certified_error + unit * f.rounding(found.x, mask, context, scale)
+        large = ~(error <= tolerance) & is_last
+        for k in large.nonzero().flatten().tolist():  # one by one, since a closer look takes memory
+            one = slice(k, k + 1)
+            hidden = f.rounding(found.x[one], *_of(one, mask, context, scale), sharp=True)
+            error[one] = found.certified_error[one] + unit * hidden
+        return found._replace(certified_error=error), following
 
     def _step(
         self, f: Contraction, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor, *, is_near: bool
@@ -199,6 +197,14 @@ class Solver:
 def _pick(t: Tensor | None, samples: Tensor | slice | None) -> Tensor | None:
     """These samples of t, or all of them."""
     return t if t is None or samples is None else t[samples]
+
+
+def _of(
+    samples: Tensor | slice | None, mask: Tensor | None, context: Tensor | None, scale: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """What f is given of these samples beside their tokens; a scale of one dimension is that of all of them."""
+    own_scale = scale if samples is None or scale.ndim == 1 else scale[samples]
+    return _pick(mask, samples), _pick(context, samples), own_scale
 
 
 def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
