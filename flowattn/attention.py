@@ -25,6 +25,7 @@ from torch import Tensor
 from flowattn.kernel import HIDDEN, attention_with_diagonal, dot_product_attention, softmax_weights
 from flowattn.moments import mean_and_covariance, with_squares
 from flowattn.pair_blocks import pair_blocks
+from flowattn.pair_kernel import is_worth_it, pair_attention
 
 __all__ = [
     "HIDDEN",
@@ -121,6 +122,8 @@ def l2_attention(
         tensor([1.])
     """
     width, s = z.shape[-1], math.sqrt(z.shape[-1])
+    if bias is None and not causal and is_worth_it(z):
+        return pair_attention(z)
     if (bias is not None and bias.shape[-2] > 1) or causal or z.requires_grad:
         # A mask that needs a gradient pushes torch off its fast kernel, and a mask next to `is_causal` is refused.
         # So the term of the keys rides in one more column, padded to a width the kernel likes.

@@ -11,9 +11,14 @@ import torch
 from torch import Tensor
 
 
-def can_look() -> bool:
-    """Whether values may be looked at: not while torch.compile or a transform of torch.func is tracing."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
+def can_look(*tensors: Tensor) -> bool:
+    """Whether values may be looked at, and written to: not while torch.compile or a transform of torch.func is tracing.
+
+    Gradients that torch.autograd takes many at a time, `is_grads_batched`, can be told by their tensors only.
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return not any(map(torch._C._functorch.is_legacy_batchedtensor, tensors))
 
 
 def in_forward_mode() -> bool:

@@ -6,7 +6,8 @@ import jaxtyping
 import pytest
 import torch
 
-jaxtyping.install_import_hook(["flowattn.kernel", "flowattn.attention", "flowattn.lipschitz"], "beartype.beartype")
+MATHS = ["flowattn.kernel", "flowattn.pair_kernel", "flowattn.attention", "flowattn.lipschitz"]
+jaxtyping.install_import_hook(MATHS, "beartype.beartype")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

@@ -13,6 +13,7 @@ CORE = [
     "kernel",
     "moments",
     "pair_blocks",
+    "pair_kernel",
     "determinants",
     "attention",
     "lipschitz",

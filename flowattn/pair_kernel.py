@@ -1,0 +1,177 @@
+r"""L2 attention that looks at each pair of tokens once, on CPU.
+
+.. math:: E_{ij} = 2^{-|u_i - u_j|^2 / 2}, \qquad m_i = \frac{\sum_j E_{ij} u_j}{\sum_j E_{ij}}
+
+Without bias and mask the weights are symmetric before they are divided, and largest, namely 1, on the diagonal: half of
+them are enough, and no row needs its maximum. For a pair of tokens forward takes three products of d numbers, where
+dot-product attention takes four, and backward seven, where it takes ten:
+
+.. math:: du_i = \sum_j E_{ij} g'_j + \sum_j T_{ij} (u_j - u_i), \qquad
+    T_{ij} = \log 2\; E_{ij} \bigl( g'_i \cdot (u_j - m_i) + g'_j \cdot (u_i - m_j) \bigr),
+
+with g the gradient of m and :math:`g'_i = g_i / \sum_j E_{ij}`. Tokens come last in here, [heads, width, tokens], where
+the products are fastest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowattn.checks import can_look, in_forward_mode
+
+#: With fewer tokens torch's fused kernel is faster: alone, and with its backward pass.
+FEWEST, FEWEST_RECORDED = 384, 256
+
+#: How many weights to compute at a time, so that they stay in the cache.
+ROOM = 2**19
+
+#: Weights below two to this are nothing beside the 1 on the diagonal. Computing with still smaller numbers is slow.
+LOWEST = -120.0
+
+LOG2 = math.log(2)
+
+
+def is_worth_it(z: Float[Tensor, "*batch tokens width"]) -> bool:
+    """Whether `pair_attention` can be called, and is faster than a fused kernel."""
+    recorded = torch.is_grad_enabled() and z.requires_grad
+    return (
+        z.device.type == "cpu"
+        and z.dtype in (torch.float32, torch.float64)
+        and can_look()
+        and not in_forward_mode()
+        and z.shape[-2] >= (FEWEST_RECORDED if recorded else FEWEST)
+    )
+
+
+def pair_attention(z: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+    r"""Averages the tokens, :math:`\operatorname{softmax}_j(-\|z_i - z_j\|^2 / \sqrt d)\, z_j`.
+
+    Derivatives of derivatives go through the plain formula, at O(N^2) memory.
+
+    Cost: O(N^2 d) time, O(N d) memory.
+
+    Example:
+        >>> pair_attention(torch.tensor([[0.0], [2.0], [99.0]]))[2]
+        tensor([99.])
+    """
+    m: Tensor = _PairAttention.apply(z)[0]
+    return m
+
+
+class _PairAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(z: Tensor) -> tuple[Tensor, Tensor]:
+        u, centre, unit = _tokens_last(z)
+        half = _half_squares(u)
+        size = _block_size(u)
+        means, totals = _zeros(u, size), _zeros(half, size)
+        for heads, pairs in _weights(u, half, size):
+            tokens = u[heads].split(size, -1)
+            for i, j, E in pairs:
+                means[j][heads].baddbmm_(tokens[i], E)
+                totals[j][heads] += E.sum(-2, keepdim=True)
+                if i != j:
+                    means[i][heads].baddbmm_(tokens[j], E.mT)
+                    totals[i][heads] += E.sum(-1).unsqueeze(-2)
+        total = torch.cat(totals, -1)
+        m = torch.cat(means, -1).div_(total * unit).add_(centre)
+        return m.mT.reshape(z.shape), total
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs, *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, _: Tensor) -> Tensor:
+        z, m, total = ctx.saved_tensors
+        if torch.is_grad_enabled() or not can_look(g):
+            gradient: Tensor = torch.func.vjp(_plain, z)[1](g)[0]
+            return gradient
+        u, centre, unit = _tokens_last(z)
+        half, g = _half_squares(u), _last(g).div(total).contiguous()
+        along = ((_last(m) - centre) * g).sum(-2, keepdim=True).mul_(unit)
+        one = torch.ones_like(half)
+        left, right = torch.cat([g, u, along, one], -2), torch.cat([u, g, -one, -along], -2)
+        size = _block_size(u)
+        changes, totals = _zeros(u, size), _zeros(half, size)
+        room = u.new_empty(ROOM)
+        for heads, pairs in _weights(u, half, size):
+            tokens, gradients, lefts, rights = (t[heads].split(size, -1) for t in (u, g, left, right))
+            for i, j, E in pairs:
+                T = torch.bmm(lefts[i].mT, rights[j], out=room[: E.numel()].view_as(E)).mul_(E)
+                if i == j:  # what a token does to itself is nothing, or rounding if it is computed
+                    T.diagonal(dim1=-2, dim2=-1).zero_()
+                changes[j][heads].baddbmm_(tokens[i], T, alpha=LOG2).baddbmm_(gradients[i], E)
+                totals[j][heads] += T.sum(-2, keepdim=True)
+                if i != j:
+                    changes[i][heads].baddbmm_(tokens[j], T.mT, alpha=LOG2).baddbmm_(gradients[j], E.mT)
+                    totals[i][heads] += T.sum(-1).unsqueeze(-2)
+        change = torch.cat(changes, -1).addcmul_(torch.cat(totals, -1), u, value=-LOG2)
+        return change.mT.reshape(z.shape)
+
+
+def _weights(u: Tensor, half: Tensor, size: int) -> Iterator[tuple[slice, Iterator[tuple[int, int, Tensor]]]]:
+    """A few heads at a time, and for those the weights E between the i-th and the j-th block of tokens, j <= i.
+
+    The next weights are written where the last ones were.
+    """
+    one = torch.ones_like(half)
+    left, right = torch.cat([u, half, one], -2), torch.cat([u, one, half], -2)
+    room = u.new_empty(ROOM)
+
+    def pairs(heads: slice) -> Iterator[tuple[int, int, Tensor]]:
+        lefts, rights = left[heads].split(size, -1), right[heads].split(size, -1)
+        for i in range(len(lefts)):
+            for j in range(i + 1):
+                shape = len(lefts[i]), lefts[i].shape[-1], rights[j].shape[-1]
+                E = torch.bmm(lefts[i].mT, rights[j], out=room[: math.prod(shape)].view(shape))
+                E.clamp_(LOWEST, 0).exp2_()
+                if i == j:  # far from the centre rounding might say otherwise
+                    E.diagonal(dim1=-2, dim2=-1).fill_(1)
+                yield i, j, E
+
+    for heads in range(0, len(u), max(1, ROOM // size**2)):
+        some = slice(heads, heads + max(1, ROOM // size**2))
+        yield some, pairs(some)
+
+
+def _block_size(u: Tensor) -> int:
+    """How many tokens to take at a time: large products are quick, but weights on the diagonal are computed twice."""
+    heads, _, tokens = u.shape
+    if heads <= 2 and tokens >= 2048:
+        return 512
+    return 256 if heads <= 8 or tokens >= 1024 else 128
+
+
+def _zeros(t: Tensor, size: int) -> list[Tensor]:
+    """Where to add things up, block by block: torch's fast products want what they write to in one piece."""
+    return [t.new_zeros(block.shape) for block in t.split(size, -1)]
+
+
+def _last(t: Tensor) -> Tensor:
+    return t.reshape(-1, *t.shape[-2:]).mT
+
+
+def _tokens_last(z: Tensor) -> tuple[Tensor, Tensor, float]:
+    """The tokens u about their centre, in the unit in which weights are powers of two."""
+    unit = math.sqrt(2 / LOG2) / z.shape[-1] ** 0.25
+    z = _last(z)
+    centre = z.mean(-1, keepdim=True)
+    return (z - centre).mul_(unit).contiguous(), centre, unit
+
+
+def _half_squares(u: Tensor) -> Tensor:
+    return u.square().sum(-2, keepdim=True).mul_(-0.5)
+
+
+def _plain(z: Tensor) -> Tensor:
+    near = z - z.mean(-2, keepdim=True)
+    logits = 2 * near @ near.mT - near.square().sum(-1).unsqueeze(-2)
+    return (logits / math.sqrt(z.shape[-1])).softmax(-1) @ z
