@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from flowattn.lipschitz import lambert_w0, sequence_norm, spectral_norm_bound, token_norm
+from flowattn.lipschitz import lambert_w0, norms, sequence_norm, spectral_norm_bound, token_norm
 
 # -- norms of sequences
 
@@ -206,6 +206,79 @@ def test_bound_is_not_rounded_by_autocast(half):
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 def test_bound_of_half_precision_weights_holds(half):
     assert 1 <= ratio(torch.randn(12, 10).to(half)).item() <= 1.01
+
+
+# -- bounds that are remembered
+
+
+def counting(monkeypatch):
+    """The shapes of the matrices whose bounds are computed from now on."""
+    shapes = []
+
+    def bound(matrix, tolerance=0.01):
+        shapes.append(list(matrix.shape))
+        return spectral_norm_bound(matrix, tolerance)
+
+    monkeypatch.setattr(norms, "spectral_norm_bound", bound)
+    return shapes
+
+
+def test_a_bound_is_computed_once_while_weights_stay(monkeypatch):
+    shapes, norm = counting(monkeypatch), norms.RememberedNorm(num_matrices=2)
+    matrices = [torch.randn(3, 4), torch.randn(3, 4), torch.randn(4, 3).double(), torch.randn(3, 4).double()]
+    with torch.no_grad():
+        for _ in range(3):
+            for matrix in matrices:
+                assert norm(matrix) == spectral_norm_bound(matrix)
+        assert len(shapes) == 4
+        assert norm(matrices[0], tolerance=0.1) == spectral_norm_bound(matrices[0], tolerance=0.1)
+
+
+@pytest.mark.parametrize("by", ["in place", "data", "not a number"])
+def test_any_change_of_a_weight_is_noticed(by):
+    norm, matrix = norms.RememberedNorm(num_matrices=1), torch.randn(5, 6)
+    with torch.no_grad():
+        norm(matrix)
+        if by == "in place":
+            matrix[4, 5] += 1
+        elif by == "data":
+            matrix.data[4, 5] = 9
+        else:
+            matrix[4, 5] = torch.nan
+            assert norm(matrix).isnan()
+        torch.testing.assert_close(norm(matrix), spectral_norm_bound(matrix), rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_is_remembered_is_limited():
+    norm = norms.RememberedNorm(num_matrices=1)
+    with torch.no_grad():
+        for _ in range(9):
+            norm(torch.randn(2, 2))
+    assert len(norm.known) == 2
+
+
+def test_nothing_is_remembered_while_derivatives_are_taken(monkeypatch):
+    norm = norms.RememberedNorm(num_matrices=1)
+    matrix = torch.randn(3, 4, dtype=torch.float64)
+    with torch.no_grad():
+        norm(matrix)
+    shapes = counting(monkeypatch)
+    assert gradcheck(norm, (matrix.clone().requires_grad_(),))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.vmap(norm)(matrix[None])[0], spectral_norm_bound(matrix))
+        torch.testing.assert_close(torch.func.jacrev(norm)(matrix), torch.func.jacfwd(norm)(matrix))
+    assert len(shapes) > 3
+
+
+def test_a_bound_remembered_in_inference_mode_serves_outside(monkeypatch):
+    norm, matrix = norms.RememberedNorm(num_matrices=1), torch.randn(3, 4)
+    with torch.inference_mode():
+        norm(matrix)
+    shapes = counting(monkeypatch)
+    with torch.no_grad():
+        scale = 1 / norm(matrix)
+    assert not shapes
+    (scale * matrix.clone().requires_grad_()).sum().backward()  # which an inference tensor would refuse
 
 
 # -- the Lambert function

@@ -34,7 +34,7 @@ from flowattn.lipschitz.bounds import (
     token_bound,
     visible_weight,
 )
-from flowattn.lipschitz.norms import Norm, check_norm, token_norm
+from flowattn.lipschitz.norms import Norm, RememberedNorm, check_norm, token_norm
 
 
 class _SelfAttention(Contraction):
@@ -158,6 +158,7 @@ class L2SelfAttention(_SelfAttention):
         if norm == "2" and causal and max_tokens is None:
             raise ValueError("norm='2' with causal=True needs max_tokens: its bound grows with the longest length.")
         self.norm = norm
+        self.spectral_norm = RememberedNorm(num_matrices=3)
         inner = num_heads * self.head_features
         self.W = nn.Parameter(torch.randn(features, inner) / math.sqrt(features))
         self.B = nn.Parameter(torch.randn(inner, features) / math.sqrt(inner))
@@ -258,8 +259,10 @@ class L2SelfAttention(_SelfAttention):
         B = self.B.unflatten(0, (self.num_heads, -1))
         R = self.radius
         ball = None if R is None else ball_stretch(R[..., 0].square() / math.sqrt(self.head_features))
-        # An input of length 1 has tokens of length at most 1: its rows move no further than in the token norm.
-        return (infinity_bound if norm == "inf" else token_bound)(W, B, stretch, ball=ball)
+        if norm == "inf":
+            return infinity_bound(W, B, stretch, ball=ball)
+        # An input of length 1 has tokens of length at most 1: in norm "2" its rows move no further than in this one.
+        return token_bound(W, B, stretch, ball=ball, spectral_norm=self.spectral_norm)
 
     def whole_bound(self, rows: Tensor, norm: Norm) -> Tensor:
         return torch.linalg.vector_norm(rows, dim=-1) if norm == "2" else rows.amax(-1)

@@ -12,7 +12,7 @@ from flowattn.checks import check_choice, check_positive
 from flowattn.contractions.activations import ACTIVATIONS, Activation
 from flowattn.contractions.base import Contraction, Push
 from flowattn.contractions.blocks import DenseBlocks, TokenBlocks
-from flowattn.lipschitz.norms import Norm, spectral_norm_bound
+from flowattn.lipschitz.norms import Norm, RememberedNorm
 
 
 class FeedForward(Contraction):
@@ -63,6 +63,7 @@ class FeedForward(Contraction):
             torch.randn(rows, columns) / math.sqrt(rows) for rows, columns in zip(fan_in, widths[1:], strict=True)
         )
         self.biases = nn.ParameterList(torch.zeros(width) for width in widths[1:])
+        self.spectral_norm = RememberedNorm(len(self.weights))
         self.U: nn.Parameter | None = None
         if context_features is not None:
             check_positive(context_features=context_features)
@@ -97,7 +98,7 @@ class FeedForward(Contraction):
         if norm == "inf":
             bounds = [W.abs().sum(0).amax() for W in self.weights]
         else:
-            bounds = [spectral_norm_bound(W) for W in self.weights]
+            bounds = [self.spectral_norm(W) for W in self.weights]
         return torch.stack(bounds).prod(0, keepdim=True)
 
     def _layers(self, x: Tensor, context: Tensor | None, with_slopes: bool = False) -> tuple[Tensor, list[Tensor]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -138,6 +139,7 @@ def token_bound(
     stretch: Float[Tensor, "*batch #heads tokens"],
     *,
     ball: Float[Tensor, "*_ #heads #tokens"] | None = None,
+    spectral_norm: Callable[..., Tensor] = spectral_norm_bound,
 ) -> Float[Tensor, "*batch tokens"]:
     r"""The Lipschitz constant of each row of attention in the token norm is at most this.
 
@@ -145,21 +147,21 @@ def token_bound(
         |B|_2 \sqrt{\textstyle\sum_h (\kappa_i^h |W_h|_2)^2} \Bigr)
 
     with :math:`\kappa` the smaller of `stretch` and `ball`: by the triangle inequality, over heads or over the stack of
-    them. A single head has the tighter `single_head_bound`.
+    them. A single head has the tighter `single_head_bound`. `spectral_norm` is what bounds the norms of matrices.
 
     Cost: that of the spectral norms, the same for any number of tokens.
     """
     if len(W) == 1:
-        return single_head_bound(W, B, stretch, ball=ball)
+        return single_head_bound(W, B, stretch, ball=ball, spectral_norm=spectral_norm)
     if ball is not None:
         stretch = torch.minimum(stretch, ball)
     if W.shape[1] == B.shape[2]:
-        norm_W, norm_B = spectral_norm_bound(torch.stack([W.mT, B])).unsqueeze(-1)
+        norm_W, norm_B = spectral_norm(torch.stack([W.mT, B])).unsqueeze(-1)
     else:
-        norm_W, norm_B = spectral_norm_bound(W).unsqueeze(-1), spectral_norm_bound(B).unsqueeze(-1)
+        norm_W, norm_B = spectral_norm(W).unsqueeze(-1), spectral_norm(B).unsqueeze(-1)
     stretched = stretch * norm_W
     # The stack of all heads is the one large matrix here; half the digits of the others are enough for it.
-    norm_all = spectral_norm_bound(B.flatten(0, 1), tolerance=0.05)
+    norm_all = spectral_norm(B.flatten(0, 1), tolerance=0.05)
     return torch.minimum((stretched * norm_B).sum(-2), norm_all * torch.linalg.vector_norm(stretched, dim=-2))
 
 
@@ -169,6 +171,7 @@ def single_head_bound(
     stretch: Float[Tensor, "*batch 1 tokens"],
     *,
     ball: Float[Tensor, "*_ 1 #tokens"] | None = None,
+    spectral_norm: Callable[..., Tensor] = spectral_norm_bound,
 ) -> Float[Tensor, "*batch tokens"]:
     r"""The `token_bound` of one head, which knows that B need not stretch most what W does.
 
@@ -198,7 +201,7 @@ def single_head_bound(
     grams = pair @ pair.mT
     if ball is None:
         grams = torch.cat([grams, grams.mean(0, keepdim=True)])
-    norm_W, norm_B, *norm_both = spectral_norm_bound(grams).unbind()
+    norm_W, norm_B, *norm_both = spectral_norm(grams).unbind()
     size_W, size_B = size * largest
     product, size = (norm_W * norm_B).clamp_min(tiny).sqrt(), (size_W * size_B).view(1)
     if ball is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Any, Literal, get_args
 
 import torch
@@ -81,6 +82,37 @@ def spectral_norm_bound(
             bound = _GramIteration.apply(W, num_squarings)[0]
         # The margin of single precision for all: a map must not change when it is evaluated in double.
         return (bound * (1 + 2 * (rows + columns) * torch.finfo(torch.float32).eps)).view(matrix.shape[:-2])
+
+
+class RememberedNorm:
+    """`spectral_norm_bound`, computed once for matrices of the same values as long as no derivative is taken.
+
+    An evaluation knows its weights from the call before. It compares every number, so there is nothing to reset: not
+    after an optimiser's step, a loaded state or a change of `weight.data`. On CPU only, where comparing waits for
+    nothing. Twice as many matrices are kept as there are, for a second precision.
+
+    Example:
+        >>> norm = RememberedNorm(num_matrices=1)
+        >>> with torch.no_grad():
+        ...     norm(torch.eye(2)) is norm(torch.eye(2))
+        True
+    """
+
+    def __init__(self, num_matrices: int) -> None:
+        self.known: deque[tuple[Tensor, float, Tensor]] = deque(maxlen=2 * num_matrices)
+
+    def __call__(
+        self, matrix: Float[Tensor, "*batch rows columns"], tolerance: float = 0.01
+    ) -> Float[Tensor, "*batch"]:
+        """The bound of the matrix."""
+        if matrix.device.type != "cpu" or not nothing_is_recorded():
+            return spectral_norm_bound(matrix, tolerance)
+        for known, precision, bound in self.known:
+            if precision == tolerance and known.dtype == matrix.dtype and torch.equal(known, matrix):
+                return bound
+        bound = spectral_norm_bound(matrix, tolerance)
+        self.known.append((matrix.clone(), tolerance, bound))
+        return bound
 
 
 def _gram_iteration(W: Tensor, num_squarings: int) -> list[Tensor]:
