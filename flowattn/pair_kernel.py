@@ -97,13 +97,14 @@ class _PairAttention(torch.autograd.Function):
         u, centre, unit = _tokens_last(z)
         half, g = _half_squares(u), _last(g).div(total).contiguous()
         along = ((_last(m) - centre) * g).sum(-2, keepdim=True).mul_(unit)
-        one = torch.ones_like(half)
-        left, right = torch.cat([g, u, along, one], -2), torch.cat([u, g, -one, -along], -2)
         size = _block_size(u)
         changes, totals = _zeros(u, size), _zeros(half, size)
         room = u.new_empty(ROOM)
         for heads, pairs in _weights(u, half, size):
-            tokens, gradients, lefts, rights = (t[heads].split(size, -1) for t in (u, g, left, right))
+            one = torch.ones_like(half[heads])
+            left = torch.cat([g[heads], u[heads], along[heads], one], -2)
+            right = torch.cat([u[heads], g[heads], -one, -along[heads]], -2)
+            tokens, gradients, lefts, rights = (t.split(size, -1) for t in (u[heads], g[heads], left, right))
             for i, j, E in pairs:
                 T = torch.bmm(lefts[i].mT, rights[j], out=room[: E.numel()].view_as(E)).mul_(E)
                 if i == j:  # what a token does to itself is nothing, or rounding if it is computed
@@ -122,12 +123,11 @@ def _weights(u: Tensor, half: Tensor, size: int) -> Iterator[tuple[slice, Iterat
 
     The next weights are written where the last ones were.
     """
-    one = torch.ones_like(half)
-    left, right = torch.cat([u, half, one], -2), torch.cat([u, one, half], -2)
     room = u.new_empty(ROOM)
 
-    def pairs(heads: slice) -> Iterator[tuple[int, int, Tensor]]:
-        lefts, rights = left[heads].split(size, -1), right[heads].split(size, -1)
+    def pairs(u: Tensor, half: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        one = torch.ones_like(half)
+        lefts, rights = (torch.cat(rows, -2).split(size, -1) for rows in ([u, half, one], [u, one, half]))
         for i in range(len(lefts)):
             for j in range(i + 1):
                 shape = len(lefts[i]), lefts[i].shape[-1], rights[j].shape[-1]
@@ -139,7 +139,7 @@ def _weights(u: Tensor, half: Tensor, size: int) -> Iterator[tuple[slice, Iterat
 
     for heads in range(0, len(u), max(1, ROOM // size**2)):
         some = slice(heads, heads + max(1, ROOM // size**2))
-        yield some, pairs(some)
+        yield some, pairs(u[some], half[some])
 
 
 def _block_size(u: Tensor) -> int:
