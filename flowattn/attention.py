@@ -22,10 +22,14 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from flowattn.checks import can_look
 from flowattn.kernel import HIDDEN, attention_with_diagonal, dot_product_attention, softmax_weights
 from flowattn.moments import mean_and_covariance, with_squares
 from flowattn.pair_blocks import pair_blocks
 from flowattn.pair_kernel import is_worth_it, pair_attention
+
+#: Logits that are rounded by more than this make gradients of the fused kernel wrong.
+FAR = 2**-12
 
 __all__ = [
     "HIDDEN",
@@ -129,16 +133,32 @@ def l2_attention(
         # So the term of the keys rides in one more column, padded to a width the kernel likes.
         more = _wide_enough(z) - width
         padded, extra = F.pad(z, (0, more)), F.pad(z.new_ones(1), (width, more - 1))
-        queries = padded - (_centre(padded, causal) - (s / 2) * extra)
+        centre = _centre(padded, causal)
+        queries = padded - (centre - (s / 2) * extra)
         squares = queries.square().sum(-1, keepdim=True) - s**2 / 4
+        if can_look() and squares.max().item() * torch.finfo(z.dtype).eps > FAR * s:
+            return _far_apart(z, bias, causal)
         keys = torch.addcmul(queries, squares * (-1 / s) - s / 2, extra)
         if bias is not None and bias.shape[-2] == 1:
             keys, bias = torch.addcmul(keys, bias.mT, extra), None
-        return dot_product_attention(queries, keys, padded, bias, causal=causal, scale=2 / s)[..., :width]
+        # The values lie about their centre too, or gradients would lose digits by it.
+        m = dot_product_attention(queries, keys, queries, bias, causal=causal, scale=2 / s) + centre
+        return m[..., :width]
     near = z - _centre(z, causal)
     squares = torch.linalg.vector_norm(near, dim=-1).square().unsqueeze(-2)  # in one pass
     key_term = squares * (-1 / s) if bias is None else torch.add(bias, squares, alpha=-1 / s)
     return dot_product_attention(near, near, z, key_term, scale=2 / s)
+
+
+def _far_apart(z: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    """L2 attention of tokens whose squares have few digits left, at O(N^2) memory if there is a bias or a causal mask.
+
+    The fused kernel computes its weights once more on the way back, and there they would be others.
+    """
+    if bias is None and not causal:
+        return pair_attention(z)
+    near, centre = centred(z, causal)
+    return attention_with_diagonal(*_queries_and_keys(near), near, bias, causal=causal)[0] + centre
 
 
 def l2_attention_last(

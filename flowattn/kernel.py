@@ -175,6 +175,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, bias = ctx.saved_tensors
         P = softmax_weights(q * ctx.scale, k, bias, ctx.causal)
         dlogits = P * (g @ v.mT - (g * (P @ v)).sum(-1, keepdim=True))
+        dlogits = dlogits - torch.diag_embed(dlogits.sum(-1))  # as in `_AttentionWithDiagonal`
         dbias = dlogits.sum_to_size(bias.shape) if bias is not None and ctx.needs_input_grad[3] else None
         pair = ctx.scale * dlogits
         return pair @ k, pair.mT @ q, P.mT @ g, dbias, None, None, None

@@ -66,7 +66,7 @@ def pair_attention(z: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*b
 
 class _PairAttention(torch.autograd.Function):
     @staticmethod
-    def forward(z: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         u, centre, unit = _tokens_last(z)
         half = _half_squares(u)
         size = _block_size(u)
@@ -80,23 +80,23 @@ class _PairAttention(torch.autograd.Function):
                     means[i][heads].baddbmm_(tokens[j], E.mT)
                     totals[i][heads] += E.sum(-1).unsqueeze(-2)
         total = torch.cat(totals, -1)
-        m = torch.cat(means, -1).div_(total * unit).add_(centre)
-        return m.mT.reshape(z.shape), total
+        mean = torch.cat(means, -1).div_(total)
+        return torch.add(centre, mean, alpha=1 / unit).mT.reshape(z.shape), mean, total
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs, *output)
-        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, _: Tensor) -> Tensor:
-        z, m, total = ctx.saved_tensors
+    def backward(ctx: Any, g: Tensor, *_: Tensor) -> Tensor:
+        z, mean, total = ctx.saved_tensors
         if torch.is_grad_enabled() or not can_look(g):
             gradient: Tensor = torch.func.vjp(_plain, z)[1](g)[0]
             return gradient
-        u, centre, unit = _tokens_last(z)
+        u, *_ = _tokens_last(z)
         half, g = _half_squares(u), _last(g).div(total).contiguous()
-        along = ((_last(m) - centre) * g).sum(-2, keepdim=True).mul_(unit)
+        along = (mean * g).sum(-2, keepdim=True)
         size = _block_size(u)
         changes, totals = _zeros(u, size), _zeros(half, size)
         room = u.new_empty(ROOM)

@@ -547,3 +547,25 @@ def test_the_record_of_the_largest_tensor_would_see_all_pairs():
     with Largest() as largest:
         attention_weights(z)
     assert largest.entries == 64 * 64
+
+
+# -- tokens far apart
+
+
+@pytest.mark.parametrize("way", ["autograd", "torch.func"])
+@pytest.mark.parametrize("rows", [None, 1, 12])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("scale", "offset"), [(1, 1e3), (5, 0), (40, 0), (1e3, 0), (1e4, 0), (1e6, 0)])
+def test_gradients_keep_their_digits_however_far_tokens_lie(scale, offset, causal, rows, way):
+    z = scale * torch.randn(2, 3, 12, 8) + offset
+    bias, weight = None if rows is None else torch.randn(rows, 12), torch.randn_like(z)
+
+    def gradient(attention, z):
+        if way == "torch.func":
+            return torch.func.grad(lambda z: (attention(z) * weight).sum())(z)
+        z = z.clone().requires_grad_()
+        return torch.autograd.grad((attention(z) * weight).sum(), z)[0]
+
+    got = gradient(lambda z: l2_attention(z, bias, causal=causal), z)
+    expected = gradient(lambda z: naive(z, bias, causal), z.double())
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=5e-4)
