@@ -94,7 +94,7 @@ class _PairAttention(torch.autograd.Function):
         if torch.is_grad_enabled() or not can_look(g):
             gradient: Tensor = torch.func.vjp(_plain, z)[1](g)[0]
             return gradient
-        u, *_ = _tokens_last(z)
+        u = _tokens_last(z)[0]
         half, g = _half_squares(u), _last(g).div(total).contiguous()
         along = (mean * g).sum(-2, keepdim=True)
         size = _block_size(u)
