@@ -136,7 +136,7 @@ def l2_attention(
         centre = _centre(padded, causal)
         queries = padded - (centre - (s / 2) * extra)
         squares = queries.square().sum(-1, keepdim=True) - s**2 / 4
-        if can_look() and squares.max().item() * torch.finfo(z.dtype).eps > FAR * s:
+        if can_look() and (squares * torch.finfo(z.dtype).eps > FAR * s).any():
             return _far_apart(z, bias, causal)
         keys = torch.addcmul(queries, squares * (-1 / s) - s / 2, extra)
         if bias is not None and bias.shape[-2] == 1:

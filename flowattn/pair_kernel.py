@@ -57,7 +57,7 @@ def pair_attention(z: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*b
     Cost: O(N^2 d) time, O(N d) memory.
 
     Example:
-        >>> pair_attention(torch.tensor([[0.0], [2.0], [99.0]]))[2]
+        >>> pair_attention(torch.tensor([[0.0], [2.0], [99.0]]))[2].round()
         tensor([99.])
     """
     m: Tensor = _PairAttention.apply(z)[0]
