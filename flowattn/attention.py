@@ -22,14 +22,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from flowattn.checks import can_look
 from flowattn.kernel import HIDDEN, attention_with_diagonal, dot_product_attention, softmax_weights
 from flowattn.moments import mean_and_covariance, with_squares
 from flowattn.pair_blocks import pair_blocks
 from flowattn.pair_kernel import is_worth_it, pair_attention
-
-#: Logits that are rounded by more than this make gradients of the fused kernel wrong.
-FAR = 2**-12
 
 __all__ = [
     "HIDDEN",
@@ -116,8 +112,9 @@ def l2_attention(
 
     .. math:: m_i = \sum_j P_{ij} z_j
 
-    The first backward pass is the fused kernel's own; later ones and forward mode go through closed forms. (Forward
-    mode over forward mode is the one combination that torch's functions with rules of their own do not have.)
+    On CPU many tokens without bias and mask go to `pair_attention`, all others to torch's fused kernel. The first
+    backward pass is the kernel's own; later ones and forward mode go through closed forms. (Forward mode over forward
+    mode is the one combination that torch's functions with rules of their own do not have.)
 
     Cost: O(N^2 d) time, O(N d) memory as long as the bias has one row.
 
@@ -136,29 +133,16 @@ def l2_attention(
         centre = _centre(padded, causal)
         queries = padded - (centre - (s / 2) * extra)
         squares = queries.square().sum(-1, keepdim=True) - s**2 / 4
-        if can_look() and (squares * torch.finfo(z.dtype).eps > FAR * s).any():
-            return _far_apart(z, bias, causal)
         keys = torch.addcmul(queries, squares * (-1 / s) - s / 2, extra)
         if bias is not None and bias.shape[-2] == 1:
             keys, bias = torch.addcmul(keys, bias.mT, extra), None
         # The values lie about their centre too, or gradients would lose digits by it.
-        m = dot_product_attention(queries, keys, queries, bias, causal=causal, scale=2 / s) + centre
-        return m[..., :width]
+        m = dot_product_attention(queries, keys, queries, bias, causal=causal, scale=2 / s)
+        return (m + centre.to(m.dtype))[..., :width]
     near = z - _centre(z, causal)
     squares = torch.linalg.vector_norm(near, dim=-1).square().unsqueeze(-2)  # in one pass
     key_term = squares * (-1 / s) if bias is None else torch.add(bias, squares, alpha=-1 / s)
     return dot_product_attention(near, near, z, key_term, scale=2 / s)
-
-
-def _far_apart(z: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-    """L2 attention of tokens whose squares have few digits left, at O(N^2) memory if there is a bias or a causal mask.
-
-    The fused kernel computes its weights once more on the way back, and there they would be others.
-    """
-    if bias is None and not causal:
-        return pair_attention(z)
-    near, centre = centred(z, causal)
-    return attention_with_diagonal(*_queries_and_keys(near), near, bias, causal=causal)[0] + centre
 
 
 def l2_attention_last(

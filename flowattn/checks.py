@@ -8,17 +8,23 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def can_look(*tensors: Tensor) -> bool:
-    """Whether values may be looked at, and written to: not while torch.compile or a transform of torch.func is tracing.
+    """Whether values may be looked at: not while torch.compile or a transform of torch.func is tracing.
 
-    Gradients that torch.autograd takes many at a time, `is_grads_batched`, can be told by their tensors only.
+    Of tensors that are given it also says whether they have values of their own, which neither those on no device have
+    nor those that stand for many, in gradients that are taken with `is_grads_batched`.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return not any(map(torch._C._functorch.is_legacy_batchedtensor, tensors))
+    return all(
+        type(t) in (Tensor, nn.Parameter)
+        and t.device.type != "meta"
+        and not torch._C._functorch.is_legacy_batchedtensor(t)
+        for t in tensors
+    )
 
 
 def in_forward_mode() -> bool:

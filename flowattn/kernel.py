@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from flowattn.checks import nothing_is_recorded
+from flowattn.checks import can_look, nothing_is_recorded
 
 #: The bias that hides a key. Finite, so that a row without any visible key is no NaN.
 HIDDEN = -1e30
@@ -28,7 +28,9 @@ def dot_product_attention(
     r"""Averages the values, :math:`\operatorname{softmax}_j(b_{ij} + \text{scale}\; q_i \cdot k_j)\, v_j`.
 
     The fused kernel has one backward pass, and neither a second nor a forward-mode derivative. Here the first
-    backward pass is the kernel's, and everything else goes through closed forms, at O(N^2) memory.
+    backward pass is the kernel's, and everything else goes through closed forms, at O(N^2) memory. So does the first
+    where logits have lost half their digits: the kernel computes its weights once more on the way back, and would find
+    others there. (Compiled, it is on its own.)
 
     Example:
         >>> q = torch.zeros(3, 1)
@@ -81,6 +83,13 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, s
     if bias is not None:
         bias = bias.expand(-1, -1, q.shape[-2], -1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale)
+
+
+def _has_digits(q: Tensor, scale: float) -> bool:
+    """Whether logits of queries, and of keys of their size, keep half their digits. Half precision never does."""
+    if q.dtype not in (torch.float32, torch.float64) or not can_look(q):
+        return True
+    return bool((q.square().sum(-1) * scale * torch.finfo(q.dtype).eps ** 0.5 <= 1).all())
 
 
 def softmax_weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
@@ -167,15 +176,16 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        if ctx.graph and not torch.is_grad_enabled():
+        q, k, v, bias = ctx.saved_tensors
+        if ctx.graph and not torch.is_grad_enabled() and _has_digits(q, ctx.scale):
             m, inner = ctx.graph
             leaves = [t for t in inner if t is not None and t.requires_grad]
             grads = iter(torch.autograd.grad(m, leaves, g, retain_graph=True))
             return *(next(grads) if t is not None and t.requires_grad else None for t in inner), None, None, None
-        q, k, v, bias = ctx.saved_tensors
         P = softmax_weights(q * ctx.scale, k, bias, ctx.causal)
         dlogits = P * (g @ v.mT - (g * (P @ v)).sum(-1, keepdim=True))
-        dlogits = dlogits - torch.diag_embed(dlogits.sum(-1))  # as in `_AttentionWithDiagonal`
+        # Rows add up to zero. Where a token sees little but one, the entry of that would be nothing but rounding.
+        dlogits = dlogits - P * dlogits.sum(-1, keepdim=True)
         dbias = dlogits.sum_to_size(bias.shape) if bias is not None and ctx.needs_input_grad[3] else None
         pair = ctx.scale * dlogits
         return pair @ k, pair.mT @ q, P.mT @ g, dbias, None, None, None

@@ -20,18 +20,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from flowattn.checks import can_look, in_forward_mode
+from flowattn.kernel import dot_product_attention
 
 #: With fewer tokens torch's fused kernel is faster: alone, and with its backward pass.
 FEWEST, FEWEST_RECORDED = 384, 256
 
 #: How many weights to compute at a time, so that they stay in the cache.
-ROOM = 2**19
+AT_A_TIME = 2**19
 
-#: Weights below two to this are nothing beside the 1 on the diagonal. Computing with still smaller numbers is slow.
+#: Weights of two to less than this are zero: they are nothing beside the 1 on the diagonal, and tiny numbers are slow.
 LOWEST = -120.0
 
 LOG2 = math.log(2)
@@ -43,8 +45,9 @@ def is_worth_it(z: Float[Tensor, "*batch tokens width"]) -> bool:
     return (
         z.device.type == "cpu"
         and z.dtype in (torch.float32, torch.float64)
-        and can_look()
+        and can_look(z)
         and not in_forward_mode()
+        and not torch.is_autocast_enabled("cpu")
         and z.shape[-2] >= (FEWEST_RECORDED if recorded else FEWEST)
     )
 
@@ -67,9 +70,9 @@ def pair_attention(z: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*b
 class _PairAttention(torch.autograd.Function):
     @staticmethod
     def forward(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        u, centre, unit = _tokens_last(z)
+        u, centre, unit = _about_centre(z)
         half = _half_squares(u)
-        size = _block_size(u)
+        size = _block_size(u.shape[-1])
         means, totals = _zeros(u, size), _zeros(half, size)
         for heads, pairs in _weights(u, half, size):
             tokens = u[heads].split(size, -1)
@@ -94,12 +97,12 @@ class _PairAttention(torch.autograd.Function):
         if torch.is_grad_enabled() or not can_look(g):
             gradient: Tensor = torch.func.vjp(_plain, z)[1](g)[0]
             return gradient
-        u = _tokens_last(z)[0]
-        half, g = _half_squares(u), _last(g).div(total).contiguous()
+        u = _about_centre(z)[0]
+        half, g = _half_squares(u), _tokens_last(g).div(total).contiguous()
         along = (mean * g).sum(-2, keepdim=True)
-        size = _block_size(u)
-        changes, totals = _zeros(u, size), _zeros(half, size)
-        room = u.new_empty(ROOM)
+        size = _block_size(u.shape[-1])
+        changes, sums = _zeros(u, size), _zeros(half, size)
+        room = u.new_empty(AT_A_TIME)
         for heads, pairs in _weights(u, half, size):
             one = torch.ones_like(half[heads])
             left = torch.cat([g[heads], u[heads], along[heads], one], -2)
@@ -110,11 +113,11 @@ class _PairAttention(torch.autograd.Function):
                 if i == j:  # what a token does to itself is nothing, or rounding if it is computed
                     T.diagonal(dim1=-2, dim2=-1).zero_()
                 changes[j][heads].baddbmm_(tokens[i], T, alpha=LOG2).baddbmm_(gradients[i], E)
-                totals[j][heads] += T.sum(-2, keepdim=True)
+                sums[j][heads] += T.sum(-2, keepdim=True)
                 if i != j:
                     changes[i][heads].baddbmm_(tokens[j], T.mT, alpha=LOG2).baddbmm_(gradients[j], E.mT)
-                    totals[i][heads] += T.sum(-1).unsqueeze(-2)
-        change = torch.cat(changes, -1).addcmul_(torch.cat(totals, -1), u, value=-LOG2)
+                    sums[i][heads] += T.sum(-1).unsqueeze(-2)
+        change = torch.cat(changes, -1).addcmul_(torch.cat(sums, -1), u, value=-LOG2)
         return change.mT.reshape(z.shape)
 
 
@@ -123,7 +126,7 @@ def _weights(u: Tensor, half: Tensor, size: int) -> Iterator[tuple[slice, Iterat
 
     The next weights are written where the last ones were.
     """
-    room = u.new_empty(ROOM)
+    room = u.new_empty(AT_A_TIME)
 
     def pairs(u: Tensor, half: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         one = torch.ones_like(half)
@@ -132,22 +135,25 @@ def _weights(u: Tensor, half: Tensor, size: int) -> Iterator[tuple[slice, Iterat
             for j in range(i + 1):
                 shape = len(lefts[i]), lefts[i].shape[-1], rights[j].shape[-1]
                 E = torch.bmm(lefts[i].mT, rights[j], out=room[: math.prod(shape)].view(shape))
-                E.clamp_(LOWEST, 0).exp2_()
-                if i == j:  # far from the centre rounding might say otherwise
+                torch.threshold_(E, LOWEST, -math.inf).clamp_max_(0).exp2_()
+                if i == j:  # far from the centre rounding might say otherwise, and of any pair that it weighs over 1
                     E.diagonal(dim1=-2, dim2=-1).fill_(1)
                 yield i, j, E
 
-    for heads in range(0, len(u), max(1, ROOM // size**2)):
-        some = slice(heads, heads + max(1, ROOM // size**2))
-        yield some, pairs(u[some], half[some])
+    step = AT_A_TIME // size**2
+    for start in range(0, len(u), step):
+        heads = slice(start, start + step)
+        yield heads, pairs(u[heads], half[heads])
 
 
-def _block_size(u: Tensor) -> int:
-    """How many tokens to take at a time: large products are quick, but weights on the diagonal are computed twice."""
-    heads, _, tokens = u.shape
-    if heads <= 2 and tokens >= 2048:
-        return 512
-    return 256 if heads <= 8 or tokens >= 1024 else 128
+def _block_size(num_tokens: int) -> int:
+    """How many tokens to take at a time: large products are quick, but weights on the diagonal are computed twice.
+
+    The number of heads has no say, or a sequence would be rounded as its batch mates have it.
+    """
+    if num_tokens < 512:
+        return 128
+    return 256 if num_tokens < 2048 else 512
 
 
 def _zeros(t: Tensor, size: int) -> list[Tensor]:
@@ -155,14 +161,14 @@ def _zeros(t: Tensor, size: int) -> list[Tensor]:
     return [t.new_zeros(block.shape) for block in t.split(size, -1)]
 
 
-def _last(t: Tensor) -> Tensor:
+def _tokens_last(t: Tensor) -> Tensor:
     return t.reshape(-1, *t.shape[-2:]).mT
 
 
-def _tokens_last(z: Tensor) -> tuple[Tensor, Tensor, float]:
+def _about_centre(z: Tensor) -> tuple[Tensor, Tensor, float]:
     """The tokens u about their centre, in the unit in which weights are powers of two."""
     unit = math.sqrt(2 / LOG2) / z.shape[-1] ** 0.25
-    z = _last(z)
+    z = _tokens_last(z)
     centre = z.mean(-1, keepdim=True)
     return (z - centre).mul_(unit).contiguous(), centre, unit
 
@@ -172,6 +178,9 @@ def _half_squares(u: Tensor) -> Tensor:
 
 
 def _plain(z: Tensor) -> Tensor:
-    near = z - z.mean(-2, keepdim=True)
-    logits = 2 * near @ near.mT - near.square().sum(-1).unsqueeze(-2)
-    return (logits / math.sqrt(z.shape[-1])).softmax(-1) @ z
+    """The same by an attention whose derivatives can be differentiated."""
+    s = math.sqrt(z.shape[-1])
+    centre = z.mean(-2, keepdim=True).detach()
+    near = z - centre
+    queries, keys = F.pad(near, (0, 1), value=s / 2), torch.cat([near, near.square().sum(-1, keepdim=True) / -s], -1)
+    return dot_product_attention(queries, keys, queries, scale=2 / s)[..., :-1] + centre

@@ -569,3 +569,42 @@ def test_gradients_keep_their_digits_however_far_tokens_lie(scale, offset, causa
     got = gradient(lambda z: l2_attention(z, bias, causal=causal), z)
     expected = gradient(lambda z: naive(z, bias, causal), z.double())
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=5e-4)
+
+
+@pytest.mark.parametrize("rows", [None, 1, 12])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_kind_of_derivative_may_be_taken_of_tokens_far_apart(causal, rows):
+    z, dz = 1e3 * torch.randn(2, 12, 8), torch.randn(3, 2, 12, 8)
+    bias = None if rows is None else torch.randn(rows, 12)
+    leaf = z.clone().requires_grad_()
+    batched = torch.autograd.grad(l2_attention(leaf, bias, causal=causal), leaf, dz, is_grads_batched=True)[0]
+    close(batched, dz, 1e-5)  # each sees itself alone
+    with torch.autograd.forward_ad.dual_level():
+        dual = l2_attention(torch.autograd.forward_ad.make_dual(z, dz[0]), bias, causal=causal)
+        assert torch.autograd.forward_ad.unpack_dual(dual).tangent.isfinite().all()
+
+
+def test_gradients_keep_their_digits_where_tokens_see_others_alone():
+    z = (1e4 * torch.randn(12, 8)).requires_grad_()
+    bias = torch.zeros(12, 12).masked_fill(torch.eye(12, dtype=torch.bool), HIDDEN)
+    weight = torch.randn_like(z)
+    got = torch.autograd.grad((l2_attention(z, bias) * weight).sum(), z)[0]
+    exact = z.detach().double().requires_grad_()
+    expected = torch.autograd.grad((naive(exact, bias.double()) * weight).sum(), exact)[0]
+    close(got.double(), expected, 1e-3)
+
+
+def test_a_far_token_does_not_change_those_before_it():
+    z = torch.randn(2, 40, 8)
+    far = z.clone()
+    far[:, -1] = 1e4
+    for recorded in (False, True):
+        one, other = (l2_attention(t.requires_grad_(recorded), causal=True)[:, :-1] for t in (z, far))
+        assert torch.equal(one, other)
+
+
+def test_attention_has_a_shape_where_it_has_no_values():
+    z = torch.randn(2, 400, 8, device="meta").requires_grad_()
+    m = l2_attention(z)
+    m.sum().backward()
+    assert m.shape == z.grad.shape == (2, 400, 8)

@@ -1,12 +1,17 @@
 """Norms of sequences, upper bounds of spectral norms, and the Lambert function."""
 
+import copy
 import math
+import pickle
+import threading
 
 import mpmath
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
+from flowattn.contractions import FeedForward, L2SelfAttention
 from flowattn.lipschitz import lambert_w0, norms, sequence_norm, spectral_norm_bound, token_norm
 
 # -- norms of sequences
@@ -224,14 +229,38 @@ def counting(monkeypatch):
 
 
 def test_a_bound_is_computed_once_while_weights_stay(monkeypatch):
-    shapes, norm = counting(monkeypatch), norms.RememberedNorm(num_matrices=2)
-    matrices = [torch.randn(3, 4), torch.randn(3, 4), torch.randn(4, 3).double(), torch.randn(3, 4).double()]
+    shapes, norm = counting(monkeypatch), norms.RememberedNorm(num_matrices=4)
+    matrices = [torch.randn(3, 4), torch.randn(3, 4), torch.randn(4, 3), torch.randn(4, 3).double()]
     with torch.no_grad():
         for _ in range(3):
             for matrix in matrices:
                 assert norm(matrix) == spectral_norm_bound(matrix)
-        assert len(shapes) == 4
-        assert norm(matrices[0], tolerance=0.1) == spectral_norm_bound(matrices[0], tolerance=0.1)
+    assert len(shapes) == 4
+
+
+def test_a_bound_is_remembered_for_its_precision_and_tolerance_only():
+    norm, matrix = norms.RememberedNorm(num_matrices=3), torch.eye(40)
+    with torch.no_grad():
+        assert norm(matrix).dtype == torch.float32
+        assert norm(matrix.double()).dtype == torch.float64
+        assert norm(matrix, tolerance=0.3) == spectral_norm_bound(matrix, tolerance=0.3) > norm(matrix)
+
+
+@pytest.mark.parametrize(
+    "module", [L2SelfAttention(6, 1), L2SelfAttention(6, 2), FeedForward(6, 6, num_layers=4)], ids=lambda m: str(m)[:20]
+)
+def test_modules_remember_the_bounds_of_their_weights(module, monkeypatch):
+    shapes, x = counting(monkeypatch), torch.randn(2, 3, 6)
+    with torch.no_grad():
+        first = module(x)
+        computed = len(shapes)
+        assert computed > 0
+        assert torch.equal(module(x), first)
+        assert len(shapes) == computed
+        for weight in module.parameters():
+            weight += torch.randn_like(weight)
+        module(x)
+        assert len(shapes) > computed
 
 
 @pytest.mark.parametrize("by", ["in place", "data", "not a number"])
@@ -254,31 +283,73 @@ def test_what_is_remembered_is_limited():
     with torch.no_grad():
         for _ in range(9):
             norm(torch.randn(2, 2))
-    assert len(norm.known) == 2
+    assert len(norm.known) == 1
+    for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert len(other.known) == 0 and other.num_matrices == 1
 
 
-def test_nothing_is_remembered_while_derivatives_are_taken(monkeypatch):
-    norm = norms.RememberedNorm(num_matrices=1)
-    matrix = torch.randn(3, 4, dtype=torch.float64)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda norm, W: gradcheck(norm, (W.requires_grad_(),)),
+        lambda norm, W: torch.func.vmap(norm)(W[None]),
+        lambda norm, W: torch.func.jacrev(norm)(W),
+        lambda norm, W: torch.func.jacfwd(norm)(W),
+        lambda norm, W: norm(FakeTensorMode().from_tensor(W)),
+    ],
+    ids=["gradcheck", "vmap", "jacrev", "jacfwd", "fake"],
+)
+def test_nothing_is_remembered_while_somebody_else_is_looking(call, monkeypatch):
+    norm, matrix = norms.RememberedNorm(num_matrices=1), torch.randn(3, 4, dtype=torch.float64)
     with torch.no_grad():
         norm(matrix)
-    shapes = counting(monkeypatch)
-    assert gradcheck(norm, (matrix.clone().requires_grad_(),))
+        before, shapes = norm.known, counting(monkeypatch)
+        with torch.set_grad_enabled(call.__code__.co_names[0] == "gradcheck"):
+            call(norm, matrix.clone())
+    assert len(shapes) > 0
+    assert norm.known is before
+
+
+@pytest.mark.filterwarnings("ignore")  # tracing warns of every size, and of itself
+def test_a_trace_follows_the_weights(without_shape_checks):
+    norm, matrix = norms.RememberedNorm(num_matrices=1), torch.randn(3, 4)
     with torch.no_grad():
-        torch.testing.assert_close(torch.func.vmap(norm)(matrix[None])[0], spectral_norm_bound(matrix))
-        torch.testing.assert_close(torch.func.jacrev(norm)(matrix), torch.func.jacfwd(norm)(matrix))
-    assert len(shapes) > 3
+        norm(matrix)
+        traced = torch.jit.trace(lambda matrix: norm(matrix), matrix, check_trace=False)
+        torch.testing.assert_close(traced(5 * matrix), 5 * norm(matrix))
 
 
-def test_a_bound_remembered_in_inference_mode_serves_outside(monkeypatch):
+def test_a_remembered_bound_is_a_tensor_like_any_other(monkeypatch):
     norm, matrix = norms.RememberedNorm(num_matrices=1), torch.randn(3, 4)
     with torch.inference_mode():
         norm(matrix)
     shapes = counting(monkeypatch)
     with torch.no_grad():
-        scale = 1 / norm(matrix)
+        bound = norm(matrix)
+    (bound * torch.ones(1, requires_grad=True)).sum().backward()  # which an inference tensor would refuse
+    bound.zero_()
+    with torch.no_grad():
+        assert norm(matrix) > 0
     assert not shapes
-    (scale * matrix.clone().requires_grad_()).sum().backward()  # which an inference tensor would refuse
+
+
+def test_threads_may_share_a_memory():
+    matrices, norm, wrong = [torch.randn(4, 4) for _ in range(6)], norms.RememberedNorm(num_matrices=3), []
+
+    def run():
+        with torch.no_grad():
+            for k in range(100):
+                matrix = matrices[k % 6]
+                if norm(matrix) != spectral_norm_bound(matrix):
+                    wrong.append(k)
+            wrong.append("done")
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == ["done"] * 8
 
 
 # -- the Lambert function

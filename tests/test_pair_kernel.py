@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from flowattn import attention
 from flowattn.attention import attention_weights, l2_attention
-from flowattn.pair_kernel import FEWEST, FEWEST_RECORDED, _block_size, is_worth_it, pair_attention
+from flowattn.pair_kernel import AT_A_TIME, FEWEST, FEWEST_RECORDED, _block_size, is_worth_it, pair_attention
 
 
 def formula(z):
@@ -22,7 +23,7 @@ def gradient(function, z, weight):
 
 
 #: One shape for every size of block, with a last block that is not full, and more heads than are taken at a time.
-SHAPES = {128: (5, 7, 200, 2), 256: (3, 300, 4), 512: (2100, 1)}
+SHAPES = {128: (5, 7, 200, 2), 256: (3, 3, 600, 1), 512: (3, 2100, 1)}
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (3, 1), *SHAPES.values()])
@@ -35,8 +36,10 @@ def test_it_is_the_formula_and_so_is_its_gradient(shape):
 
 @pytest.mark.parametrize("size", SHAPES)
 def test_every_size_of_block_is_tried(size):
-    shape = SHAPES[size]
-    assert _block_size(torch.empty(math.prod(shape[:-2]), shape[-1], shape[-2])) == size
+    *heads, num_tokens, _ = SHAPES[size]
+    assert _block_size(num_tokens) == size
+    assert num_tokens % size
+    assert math.prod(heads) * size**2 > AT_A_TIME
 
 
 def test_second_derivatives_are_right():
@@ -52,10 +55,23 @@ def test_gradients_may_be_batched():
 
 
 def test_tokens_need_not_be_contiguous_and_are_not_changed():
-    z = torch.randn(2, 6, 5, 3, dtype=torch.float64).transpose(1, 2)
-    before = z.clone()
+    z = torch.randn(2, 300, 3, 2, dtype=torch.float64).transpose(1, 2).requires_grad_()
+    before, weight = z.detach().clone(), torch.randn(2, 300, 3, 2, dtype=torch.float64).transpose(1, 2)
     torch.testing.assert_close(pair_attention(z), formula(z), rtol=0, atol=1e-13)
+    torch.testing.assert_close(gradient(pair_attention, z, weight), gradient(formula, z, weight), rtol=0, atol=1e-12)
     assert torch.equal(z, before)
+
+
+def test_a_sequence_is_rounded_the_same_whatever_its_batch_mates():
+    z = torch.randn(20, 600, 4)
+    mates = torch.cat([z[:1], 1e4 * z[1:]])
+    assert torch.equal(pair_attention(z)[0], pair_attention(mates)[0])
+    assert torch.equal(pair_attention(z)[0], pair_attention(z[:1])[0])
+
+
+def test_an_empty_batch_comes_back_empty():
+    z = torch.randn(0, 300, 2).requires_grad_()
+    assert gradient(pair_attention, z, torch.empty(0, 300, 2)).shape == (0, 300, 2)
 
 
 @pytest.mark.parametrize(("scale", "offset"), [(1, 0), (1, 1e3), (30, 0), (1e4, 0), (1e9, 0)])
@@ -65,8 +81,18 @@ def test_single_precision_keeps_its_digits(scale, offset):
     exact = z.detach().double().requires_grad_()
     torch.testing.assert_close(pair_attention(z).double(), formula(exact), rtol=2e-6, atol=2e-6 * scale)
     # Where tokens see nobody but themselves gradients are those of the identity, without the noise of squares.
-    error = gradient(pair_attention, z, weight).double() - gradient(formula, exact, weight.double())
-    assert error.abs().max() < 1e-5 * max(1, offset)
+    expected = gradient(formula, exact, weight.double())
+    torch.testing.assert_close(gradient(pair_attention, z, weight).double(), expected, rtol=0, atol=1e-5)
+    graph = torch.autograd.grad((pair_attention(z) * weight).sum(), z, create_graph=True)[0]
+    torch.testing.assert_close(graph.double(), expected, rtol=0, atol=1e-5)
+
+
+def test_clusters_so_far_apart_that_squares_say_nothing_still_give_a_mean_of_tokens():
+    place = torch.tensor([-1e6, 0.0, 1e6]).repeat_interleave(100)[:, None]
+    z = (place + torch.randn(300, 8)).requires_grad_()
+    # Within a cluster logits are rounded by thousands: whom a token sees is chance, but never a token elsewhere.
+    assert (pair_attention(z) - place).abs().max() < 10
+    assert gradient(pair_attention, z, torch.ones(300, 8)).isfinite().all()
 
 
 def test_tokens_at_one_place_are_all_the_same():
@@ -81,13 +107,35 @@ def test_a_token_that_is_not_a_number_is_not_hidden():
     assert pair_attention(z).isnan().all()
 
 
-def test_attention_takes_it_for_many_tokens_where_it_can():
+def test_it_is_worth_it_for_many_tokens_where_it_can_be_called():
     few, many = torch.randn(FEWEST - 1, 2), torch.randn(FEWEST, 2)
     assert is_worth_it(many) and not is_worth_it(few)
     assert is_worth_it(torch.randn(FEWEST_RECORDED, 2).requires_grad_())
     assert not is_worth_it(many.to("meta")) and not is_worth_it(many.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_worth_it(many)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_attention_takes_it_where_it_is_worth_it(recorded, monkeypatch):
+    calls = []
+    monkeypatch.setattr(attention, "pair_attention", lambda z: calls.append(z) or pair_attention(z))
+    z = tokens(FEWEST, 2).requires_grad_(recorded)
+    torch.testing.assert_close(l2_attention(z), attention_weights(z) @ z, rtol=0, atol=1e-12)
+    assert len(calls) == 1
     with torch.inference_mode():
-        torch.testing.assert_close(l2_attention(many), attention_weights(many) @ many)
+        l2_attention(z.detach())
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("rows", [None, 1, FEWEST])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias_and_a_causal_mask_are_heeded_with_many_tokens_too(causal, rows, recorded):
+    z = tokens(FEWEST, 2).requires_grad_(recorded)
+    bias = None if rows is None else torch.randn(rows, FEWEST, dtype=torch.float64)
+    expected = attention_weights(z, bias, causal=causal) @ z
+    torch.testing.assert_close(l2_attention(z, bias, causal=causal), expected, rtol=0, atol=1e-12)
 
 
 def test_transforms_of_functions_go_another_way():

@@ -63,7 +63,7 @@ class FeedForward(Contraction):
             torch.randn(rows, columns) / math.sqrt(rows) for rows, columns in zip(fan_in, widths[1:], strict=True)
         )
         self.biases = nn.ParameterList(torch.zeros(width) for width in widths[1:])
-        self.spectral_norm = RememberedNorm(len(self.weights))
+        self._spectral_norm = RememberedNorm(len(self.weights))
         self.U: nn.Parameter | None = None
         if context_features is not None:
             check_positive(context_features=context_features)
@@ -98,7 +98,7 @@ class FeedForward(Contraction):
         if norm == "inf":
             bounds = [W.abs().sum(0).amax() for W in self.weights]
         else:
-            bounds = [self.spectral_norm(W) for W in self.weights]
+            bounds = [self._spectral_norm(W) for W in self.weights]
         return torch.stack(bounds).prod(0, keepdim=True)
 
     def _layers(self, x: Tensor, context: Tensor | None, with_slopes: bool = False) -> tuple[Tensor, list[Tensor]]:

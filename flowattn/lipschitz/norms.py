@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowattn.checks import nothing_is_recorded, without_autocast
+from flowattn.checks import can_look, nothing_is_recorded, without_autocast
 
 #: "token": the longest token, in Euclidean length. "inf": the largest entry. "2": the length of all entries together.
 Norm = Literal["token", "inf", "2"]
@@ -89,30 +88,39 @@ class RememberedNorm:
 
     An evaluation knows its weights from the call before. It compares every number, so there is nothing to reset: not
     after an optimiser's step, a loaded state or a change of `weight.data`. On CPU only, where comparing waits for
-    nothing. Twice as many matrices are kept as there are, for a second precision.
+    nothing. Copies and saved modules start without a memory.
+
+    Args:
+        num_matrices: how many to remember, a copy of each.
 
     Example:
-        >>> norm = RememberedNorm(num_matrices=1)
+        >>> norm, matrix = RememberedNorm(num_matrices=1), torch.eye(2)
         >>> with torch.no_grad():
-        ...     norm(torch.eye(2)) is norm(torch.eye(2))
-        True
+        ...     norm(matrix) == spectral_norm_bound(matrix)
+        tensor(True)
     """
 
     def __init__(self, num_matrices: int) -> None:
-        self.known: deque[tuple[Tensor, float, Tensor]] = deque(maxlen=2 * num_matrices)
+        self.num_matrices = num_matrices
+        self.known: tuple[tuple[Tensor, float, Tensor], ...] = ()
 
     def __call__(
         self, matrix: Float[Tensor, "*batch rows columns"], tolerance: float = 0.01
     ) -> Float[Tensor, "*batch"]:
         """The bound of the matrix."""
-        if matrix.device.type != "cpu" or not nothing_is_recorded():
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
+        if not (nothing_is_recorded() and can_look(matrix)) or matrix.device.type != "cpu" or is_traced:
             return spectral_norm_bound(matrix, tolerance)
-        for known, precision, bound in self.known:
-            if precision == tolerance and known.dtype == matrix.dtype and torch.equal(known, matrix):
-                return bound
+        for known, known_tolerance, bound in self.known:
+            if known_tolerance == tolerance and known.dtype == matrix.dtype and torch.equal(known, matrix):
+                return bound.clone()
         bound = spectral_norm_bound(matrix, tolerance)
-        self.known.append((matrix.clone(), tolerance, bound))
-        return bound
+        # A new tuple, since another thread may be reading the old one.
+        self.known = (*self.known, (matrix.clone(), tolerance, bound))[-self.num_matrices :]
+        return bound.clone()
+
+    def __reduce__(self) -> tuple[type[RememberedNorm], tuple[int]]:
+        return RememberedNorm, (self.num_matrices,)
 
 
 def _gram_iteration(W: Tensor, num_squarings: int) -> list[Tensor]:
