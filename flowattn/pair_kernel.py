@@ -27,9 +27,6 @@ from torch import Tensor
 from flowattn.checks import can_look, in_forward_mode
 from flowattn.kernel import dot_product_attention
 
-#: With fewer tokens torch's fused kernel is faster: alone, and with its backward pass.
-FEWEST, FEWEST_RECORDED = 384, 256
-
 #: How many weights to compute at a time, so that they stay in the cache.
 AT_A_TIME = 2**19
 
@@ -41,15 +38,21 @@ LOG2 = math.log(2)
 
 def is_worth_it(z: Float[Tensor, "*batch tokens width"]) -> bool:
     """Whether `pair_attention` can be called, and is faster than a fused kernel."""
-    recorded = torch.is_grad_enabled() and z.requires_grad
     return (
         z.device.type == "cpu"
         and z.dtype in (torch.float32, torch.float64)
         and can_look(z)
         and not in_forward_mode()
         and not torch.is_autocast_enabled("cpu")
-        and z.shape[-2] >= (FEWEST_RECORDED if recorded else FEWEST)
+        and z.shape[-2] >= fewest_tokens(z.shape[-1], recorded=torch.is_grad_enabled() and z.requires_grad)
     )
+
+
+def fewest_tokens(width: int, *, recorded: bool) -> int:
+    """With fewer tokens torch's fused kernel is faster, alone or with its backward pass; it is slow at narrow heads."""
+    if recorded:
+        return 384
+    return 256 if width < 16 else 1536
 
 
 def pair_attention(z: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:

@@ -7,7 +7,7 @@ import torch
 
 from flowattn import attention
 from flowattn.attention import attention_weights, l2_attention
-from flowattn.pair_kernel import AT_A_TIME, FEWEST, FEWEST_RECORDED, _block_size, is_worth_it, pair_attention
+from flowattn.pair_kernel import AT_A_TIME, _block_size, fewest_tokens, is_worth_it, pair_attention
 
 
 def formula(z):
@@ -21,6 +21,9 @@ def tokens(*shape, dtype=torch.float64):
 def gradient(function, z, weight):
     return torch.autograd.grad((function(z) * weight).sum(), z)[0]
 
+
+#: Enough narrow tokens for anybody.
+MANY = fewest_tokens(width=1, recorded=True)
 
 #: One shape for every size of block, with a last block that is not full, and more heads than are taken at a time.
 SHAPES = {128: (5, 7, 200, 2), 256: (3, 3, 600, 1), 512: (3, 2100, 1)}
@@ -108,9 +111,11 @@ def test_a_token_that_is_not_a_number_is_not_hidden():
 
 
 def test_it_is_worth_it_for_many_tokens_where_it_can_be_called():
-    few, many = torch.randn(FEWEST - 1, 2), torch.randn(FEWEST, 2)
-    assert is_worth_it(many) and not is_worth_it(few)
-    assert is_worth_it(torch.randn(FEWEST_RECORDED, 2).requires_grad_())
+    for width in (2, 64):
+        many = torch.randn(fewest_tokens(width, recorded=False), width)
+        assert is_worth_it(many) and not is_worth_it(many[1:])
+        many = torch.randn(fewest_tokens(width, recorded=True), width).requires_grad_()
+        assert is_worth_it(many) and not is_worth_it(many[1:])
     assert not is_worth_it(many.to("meta")) and not is_worth_it(many.bfloat16())
     with torch.autocast("cpu", torch.bfloat16):
         assert not is_worth_it(many)
@@ -120,7 +125,7 @@ def test_it_is_worth_it_for_many_tokens_where_it_can_be_called():
 def test_attention_takes_it_where_it_is_worth_it(recorded, monkeypatch):
     calls = []
     monkeypatch.setattr(attention, "pair_attention", lambda z: calls.append(z) or pair_attention(z))
-    z = tokens(FEWEST, 2).requires_grad_(recorded)
+    z = tokens(MANY, 2).requires_grad_(recorded)
     torch.testing.assert_close(l2_attention(z), attention_weights(z) @ z, rtol=0, atol=1e-12)
     assert len(calls) == 1
     with torch.inference_mode():
@@ -129,17 +134,17 @@ def test_attention_takes_it_where_it_is_worth_it(recorded, monkeypatch):
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("rows", [None, 1, FEWEST])
+@pytest.mark.parametrize("rows", [None, 1, MANY])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_bias_and_a_causal_mask_are_heeded_with_many_tokens_too(causal, rows, recorded):
-    z = tokens(FEWEST, 2).requires_grad_(recorded)
-    bias = None if rows is None else torch.randn(rows, FEWEST, dtype=torch.float64)
+    z = tokens(MANY, 2).requires_grad_(recorded)
+    bias = None if rows is None else torch.randn(rows, MANY, dtype=torch.float64)
     expected = attention_weights(z, bias, causal=causal) @ z
     torch.testing.assert_close(l2_attention(z, bias, causal=causal), expected, rtol=0, atol=1e-12)
 
 
 def test_transforms_of_functions_go_another_way():
-    z, dz = tokens(FEWEST, 1).detach(), torch.randn(FEWEST, 1, dtype=torch.float64)
+    z, dz = tokens(MANY, 1).detach(), torch.randn(MANY, 1, dtype=torch.float64)
     _, forward = torch.func.jvp(l2_attention, (z,), (dz,))
     (backward,) = torch.func.vjp(l2_attention, z)[1](dz)
     torch.testing.assert_close((forward * dz).sum(), (backward * dz).sum())
