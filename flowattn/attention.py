@@ -137,8 +137,8 @@ def l2_attention(
         if bias is not None and bias.shape[-2] == 1:
             keys, bias = torch.addcmul(keys, bias.mT, extra), None
         # The values lie about their centre too, or gradients would lose digits by it.
-        m = dot_product_attention(queries, keys, queries, bias, causal=causal, scale=2 / s)
-        return (m + centre.to(m.dtype))[..., :width]
+        m = dot_product_attention(queries, keys, queries, bias, causal=causal, scale=2 / s)[..., :width]
+        return m + centre[..., :width].to(m.dtype)
     near = z - _centre(z, causal)
     squares = torch.linalg.vector_norm(near, dim=-1).square().unsqueeze(-2)  # in one pass
     key_term = squares * (-1 / s) if bias is None else torch.add(bias, squares, alpha=-1 / s)

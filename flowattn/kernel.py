@@ -89,7 +89,8 @@ def _has_digits(q: Tensor, scale: float) -> bool:
     """Whether logits of queries, and of keys of their size, keep half their digits. Half precision never does."""
     if q.dtype not in (torch.float32, torch.float64) or not can_look(q):
         return True
-    return bool((q.square().sum(-1) * scale * torch.finfo(q.dtype).eps ** 0.5 <= 1).all())
+    longest = torch.linalg.vector_norm(q, dim=-1)  # in one pass
+    return bool((longest <= (scale * torch.finfo(q.dtype).eps ** 0.5) ** -0.5).all())
 
 
 def softmax_weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
