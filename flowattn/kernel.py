@@ -86,7 +86,10 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, s
 
 
 def _has_digits(q: Tensor, scale: float) -> bool:
-    """Whether logits of queries, and of keys of their size, keep half their digits. Half precision never does."""
+    """Whether logits of queries, and of keys of their size, keep half their digits.
+
+    Half precision has none to spare, and is left to the kernel; so is what has no values to look at.
+    """
     if q.dtype not in (torch.float32, torch.float64) or not can_look(q):
         return True
     longest = torch.linalg.vector_norm(q, dim=-1)  # in one pass

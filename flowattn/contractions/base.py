@@ -50,8 +50,8 @@ class Contraction(nn.Module):
 
     .. math:: f(X)_i = \frac{c}{\max(c, L_i)}\, g(X)_i
 
-    g is the free map of the subclass and L_i a bound of its row i. The bound is computed anew in every call, so
-    there is nothing to update after an optimiser's step or a loaded state, and gradients flow through it. With
+    g is the free map of the subclass and L_i a bound of its row i, in every call that of the weights as they are: there
+    is nothing to update after an optimiser's step or a loaded state, and gradients flow through it. With
     ``coefficient=None`` f is g. `mask` [B, N] is True at real tokens: padding is not read, its rows are zero.
     `context` [B, C] or [B, N, C] shifts g from inside, which changes no Lipschitz constant.
 

@@ -147,8 +147,7 @@ def token_bound(
         |B|_2 \sqrt{\textstyle\sum_h (\kappa_i^h |W_h|_2)^2} \Bigr)
 
     with :math:`\kappa` the smaller of `stretch` and `ball`: by the triangle inequality, over heads or over the stack of
-    them. A single head has the tighter `single_head_bound`. `spectral_norm` takes a matrix and
-    a tolerance, like `spectral_norm_bound`.
+    them. A single head has the tighter `single_head_bound`. `spectral_norm` takes a matrix and a tolerance.
 
     Cost: that of the spectral norms, the same for any number of tokens.
     """
