@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from flowattn.fused_l2 import centre_of, fused_l2_attention
 from flowattn.kernel import HIDDEN, attention_with_diagonal, dot_product_attention, softmax_weights
 from flowattn.moments import mean_and_covariance, with_squares
 from flowattn.pair_blocks import pair_blocks
@@ -122,24 +123,12 @@ def l2_attention(
         >>> l2_attention(torch.tensor([[0.0], [2.0], [99.0]]), torch.tensor([0.0, 4.0, 0.0]).expand(3, 3))[0]
         tensor([1.])
     """
-    width, s = z.shape[-1], math.sqrt(z.shape[-1])
     if bias is None and not causal and is_worth_it(z):
         return pair_attention(z)
     if (bias is not None and bias.shape[-2] > 1) or causal or z.requires_grad:
-        # A mask that needs a gradient pushes torch off its fast kernel, and a mask next to `is_causal` is refused.
-        # So the term of the keys rides in one more column, padded to a width the kernel likes.
-        more = _wide_enough(z) - width
-        padded, extra = F.pad(z, (0, more)), F.pad(z.new_ones(1), (width, more - 1))
-        centre = _centre(padded, causal)
-        queries = padded - (centre - (s / 2) * extra)
-        squares = queries.square().sum(-1, keepdim=True) - s**2 / 4
-        keys = torch.addcmul(queries, squares * (-1 / s) - s / 2, extra)
-        if bias is not None and bias.shape[-2] == 1:
-            keys, bias = torch.addcmul(keys, bias.mT, extra), None
-        # The values lie about their centre too, or gradients would lose digits by it.
-        m = dot_product_attention(queries, keys, queries, bias, causal=causal, scale=2 / s)[..., :width]
-        return m + centre[..., :width].to(m.dtype)
-    near = z - _centre(z, causal)
+        return fused_l2_attention(z, bias, causal=causal)
+    s = math.sqrt(z.shape[-1])
+    near = z - centre_of(z, causal)
     squares = torch.linalg.vector_norm(near, dim=-1).square().unsqueeze(-2)  # in one pass
     key_term = squares * (-1 / s) if bias is None else torch.add(bias, squares, alpha=-1 / s)
     return dot_product_attention(near, near, z, key_term, scale=2 / s)
@@ -298,18 +287,8 @@ def centred(
     The weights do not change when all tokens move together, but |z|^2 loses its digits far from the origin.
     Under a causal mask the first token is the reference: the mean would let later tokens in by rounding.
     """
-    centre = _centre(z, causal)
+    centre = centre_of(z, causal)
     return z - centre, centre
-
-
-def _centre(z: Tensor, causal: bool) -> Tensor:
-    return (z[..., :1, :] if causal else z.mean(-2, keepdim=True)).detach()
-
-
-def _wide_enough(z: Tensor) -> int:
-    """A width with room for one more column that torch's kernels are fast at: aligned, and not too narrow on CPU."""
-    more, narrow = z.shape[-1] + 1, 12 if z.dtype == torch.float64 else 16
-    return narrow if more <= narrow and z.device.type == "cpu" else more + -more % 8
 
 
 def _queries_and_keys(z: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,12 +37,9 @@ def dot_product_attention(
         >>> dot_product_attention(q, q, torch.tensor([[0.0], [3.0], [6.0]]))[0]
         tensor([3.])
     """
-    if bias is not None:
-        bias = bias.reshape((1,) * (q.ndim - bias.ndim) + bias.shape)
-        if causal:
-            bias, causal = causal_bias(bias.expand(*bias.shape[:-2], q.shape[-2], -1)), False
+    bias, causal = one_bias(bias, causal, q)
     if torch.compiler.is_compiling() or nothing_is_recorded():  # the compiler differentiates by itself, once
-        return _fused(q, k, v, bias, causal, scale)
+        return fused(q, k, v, bias, causal, scale)
     m: Tensor = _Attention.apply(q, k, v, bias, causal, scale, [] if torch.is_grad_enabled() else None)
     return m
 
@@ -74,18 +71,28 @@ def causal_bias(
     return bias.masked_fill(torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).triu(1), HIDDEN)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+def one_bias(bias: Tensor | None, causal: bool, q: Tensor) -> tuple[Tensor | None, bool]:
+    """A bias of as many dimensions as the queries, if any, with the causal mask in it: kernels take but one of them."""
+    if bias is not None:
+        bias = bias.reshape((1,) * (q.ndim - bias.ndim) + bias.shape)
+        if causal:
+            bias, causal = causal_bias(bias.expand(*bias.shape[:-2], q.shape[-2], -1)), False
+    return bias, causal
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """Torch's kernel as it is, for any number of dimensions."""
     if q.ndim != 4:  # the fused kernels exist for [batch, heads, tokens, width] only
         if bias is not None:
             bias = bias.expand(*q.shape[:-2], *bias.shape[-2:]).reshape(-1, 1, *bias.shape[-2:])
         q, k, folded = (t.reshape(-1, 1, *t.shape[-2:]) for t in (q, k, v))
-        return _fused(q, k, folded, bias, causal, scale).reshape(v.shape)
+        return fused(q, k, folded, bias, causal, scale).reshape(v.shape)
     if bias is not None:
         bias = bias.expand(-1, -1, q.shape[-2], -1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale)
 
 
-def _has_digits(q: Tensor, scale: float) -> bool:
+def has_digits(q: Tensor, scale: float) -> bool:
     """Whether logits of queries, and of keys of their size, keep half their digits.
 
     Half precision has none to spare, and is left to the kernel; so is what has no values to look at.
@@ -154,7 +161,7 @@ def _changes(
 
 
 class _Attention(torch.autograd.Function):
-    """`_fused`, whose own autograd graph travels in `graph` from forward to backward.
+    """`fused`, whose own autograd graph travels in `graph` from forward to backward.
 
     There it serves, unless the gradient is itself to be differentiated. With None nothing is kept.
     """
@@ -165,10 +172,10 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         inputs = (q, k, v, bias)
         if graph is None or not any(t is not None and t.requires_grad for t in inputs):
-            return _fused(q, k, v, bias, causal, scale)
+            return fused(q, k, v, bias, causal, scale)
         with torch.enable_grad():
             inner = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
-            m = _fused(*inner, causal, scale)  # type: ignore[call-arg, arg-type]
+            m = fused(*inner, causal, scale)  # type: ignore[call-arg, arg-type]
         graph[:] = [m, inner]
         return m.detach()
 
@@ -181,7 +188,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         q, k, v, bias = ctx.saved_tensors
-        if ctx.graph and not torch.is_grad_enabled() and _has_digits(q, ctx.scale):
+        if ctx.graph and not torch.is_grad_enabled() and has_digits(q, ctx.scale):
             m, inner = ctx.graph
             leaves = [t for t in inner if t is not None and t.requires_grad]
             grads = iter(torch.autograd.grad(m, leaves, g, retain_graph=True))

@@ -6,7 +6,7 @@ import jaxtyping
 import pytest
 import torch
 
-MATHS = ["flowattn.kernel", "flowattn.pair_kernel", "flowattn.attention", "flowattn.lipschitz"]
+MATHS = [f"flowattn.{name}" for name in ("kernel", "fused_l2", "pair_kernel", "attention", "lipschitz")]
 jaxtyping.install_import_hook(MATHS, "beartype.beartype")
 
 if "PYTEST_XDIST_WORKER" in os.environ:

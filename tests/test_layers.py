@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "flowattn"
 CORE = [
     "checks",
     "kernel",
+    "fused_l2",
     "moments",
     "pair_blocks",
     "pair_kernel",
