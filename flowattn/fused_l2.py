@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -12,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowattn.checks import can_look, in_forward_mode
-from flowattn.kernel import dot_product_attention, fused, has_digits, one_bias
+from flowattn.kernel import attention_gradients, dot_product_attention, fused, has_digits, one_bias
 
 
 def fused_l2_attention(
@@ -31,7 +30,7 @@ def fused_l2_attention(
     if needed and torch.is_grad_enabled() and can_look(z) and not in_forward_mode():
         m: Tensor = _FusedL2.apply(z, bias, causal)
         return m
-    return _recorded(causal, z, bias)
+    return _recorded(z, bias, causal)
 
 
 def centre_of(z: Tensor, causal: bool) -> Tensor:
@@ -42,7 +41,7 @@ def centre_of(z: Tensor, causal: bool) -> Tensor:
     return (z[..., :1, :] if causal else z.mean(-2, keepdim=True)).detach()
 
 
-def _recorded(causal: bool, z: Tensor, bias: Tensor | None = None) -> Tensor:
+def _recorded(z: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
     """The attention step by step, for derivatives of every order."""
     queries, keys, bias, centre = _padded(z, bias, causal)
     scale = 2 / math.sqrt(z.shape[-1])
@@ -97,17 +96,18 @@ class _FusedL2(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         z, bias = ctx.saved_tensors
         m, leaves = ctx.graph
-        if torch.is_grad_enabled() or not has_digits(leaves[0], ctx.scale):
-            given = (z,) if bias is None else (z, bias)
-            grads = torch.func.vjp(functools.partial(_recorded, ctx.causal), *given)[1](g)
-            return *grads, *[None] * (3 - len(given))
-        width = z.shape[-1]
+        width, queries = z.shape[-1], leaves[0].detach()
         g = F.pad(g.to(m.dtype), (0, m.shape[-1] - width))
-        dq, dk, dv, *rest = torch.autograd.grad(m, leaves, g, retain_graph=True)
-        near, column = leaves[0].detach()[..., :width], dk[..., width : width + 1]
+        if torch.is_grad_enabled() or not has_digits(queries, ctx.scale):
+            queries, keys, rest, _ = _padded(z, bias, ctx.causal)
+            rest, is_causal = one_bias(rest, ctx.causal, queries)
+            dq, dk, dv, drest = attention_gradients(queries, keys, queries, rest, is_causal, ctx.scale, g)
+        else:
+            dq, dk, dv, drest = [*torch.autograd.grad(m, leaves, g, retain_graph=True), None][:4]
+        column = dk[..., width : width + 1]
         # The column of a key is minus its square over s, and what the bias adds.
-        dz = torch.addcmul((dq + dk).add_(dv)[..., :width], near, column, value=-ctx.scale)
+        dz = torch.addcmul((dq + dk + dv)[..., :width], queries[..., :width], column, value=-ctx.scale)
         dbias = None
         if bias is not None and ctx.needs_input_grad[1]:
-            dbias = (rest[0] if rest else column.mT).sum_to_size(bias.shape)
+            dbias = (column.mT if drest is None else drest).sum_to_size(bias.shape)
         return dz, dbias, None

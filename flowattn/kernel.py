@@ -103,6 +103,18 @@ def has_digits(q: Tensor, scale: float) -> bool:
     return bool((longest <= (scale * torch.finfo(q.dtype).eps ** 0.5) ** -0.5).all())
 
 
+def attention_gradients(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, g: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, v and the bias given that of the averages, in closed form."""
+    P = softmax_weights(q * scale, k, bias, causal)
+    dlogits = P * (g @ v.mT - (g * (P @ v)).sum(-1, keepdim=True))
+    # Rows add up to zero. Where a token sees little but one, the entry of that would be nothing but rounding.
+    dlogits = dlogits - P * dlogits.sum(-1, keepdim=True)
+    pair = scale * dlogits
+    return pair @ k, pair.mT @ q, P.mT @ g, None if bias is None else dlogits.sum_to_size(bias.shape)
+
+
 def softmax_weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
     """The weights of the last queries, as many as there are, on all keys."""
     if causal:  # as a bias: a fill would be one more sweep to differentiate
@@ -193,13 +205,8 @@ class _Attention(torch.autograd.Function):
             leaves = [t for t in inner if t is not None and t.requires_grad]
             grads = iter(torch.autograd.grad(m, leaves, g, retain_graph=True))
             return *(next(grads) if t is not None and t.requires_grad else None for t in inner), None, None, None
-        P = softmax_weights(q * ctx.scale, k, bias, ctx.causal)
-        dlogits = P * (g @ v.mT - (g * (P @ v)).sum(-1, keepdim=True))
-        # Rows add up to zero. Where a token sees little but one, the entry of that would be nothing but rounding.
-        dlogits = dlogits - P * dlogits.sum(-1, keepdim=True)
-        dbias = dlogits.sum_to_size(bias.shape) if bias is not None and ctx.needs_input_grad[3] else None
-        pair = ctx.scale * dlogits
-        return pair @ k, pair.mT @ q, P.mT @ g, dbias, None, None, None
+        dq, dk, dv, dbias = attention_gradients(q, k, v, bias, ctx.causal, ctx.scale, g)
+        return dq, dk, dv, dbias, None, None, None
 
     @staticmethod
     def jvp(
