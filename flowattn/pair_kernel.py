@@ -20,12 +20,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from flowattn.checks import can_look, in_forward_mode
-from flowattn.kernel import dot_product_attention
+from flowattn.fused_l2 import fused_l2_attention
 
 #: How many weights to compute at a time, so that they stay in the cache.
 AT_A_TIME = 2**19
@@ -56,7 +55,7 @@ def fewest_tokens(width: int, *, recorded: bool) -> int:
 def pair_attention(z: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
     r"""Averages the tokens, :math:`\operatorname{softmax}_j(-\|z_i - z_j\|^2 / \sqrt d)\, z_j`.
 
-    Derivatives of derivatives go through the plain formula, at O(N^2) memory.
+    Derivatives of derivatives are those of `fused_l2_attention`, at O(N^2) memory.
 
     Cost: O(N^2 d) time, O(N d) memory.
 
@@ -96,7 +95,7 @@ class _PairAttention(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor, *_: Tensor) -> Tensor:
         z, mean, total = ctx.saved_tensors
         if torch.is_grad_enabled() or not can_look(g):
-            gradient: Tensor = torch.func.vjp(_plain, z)[1](g)[0]
+            gradient: Tensor = torch.func.vjp(lambda z: fused_l2_attention(z, None, causal=False), z)[1](g)[0]
             return gradient
         u = _about_centre(z)[0]
         half, g = _half_squares(u), _tokens_last(g).div(total).contiguous()
@@ -176,12 +175,3 @@ def _about_centre(z: Tensor) -> tuple[Tensor, Tensor, float]:
 
 def _half_squares(u: Tensor) -> Tensor:
     return u.square().sum(-2, keepdim=True).mul_(-0.5)
-
-
-def _plain(z: Tensor) -> Tensor:
-    """The same by an attention whose derivatives can be differentiated."""
-    s = math.sqrt(z.shape[-1])
-    centre = z.mean(-2, keepdim=True).detach()
-    near = z - centre
-    queries, keys = F.pad(near, (0, 1), value=s / 2), torch.cat([near, near.square().sum(-1, keepdim=True) / -s], -1)
-    return dot_product_attention(queries, keys, queries, scale=2 / s)[..., :-1] + centre
