@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
 from flowattn.contractions import FeedForward, L2SelfAttention
-from flowattn.lipschitz import lambert_w0, norms, sequence_norm, spectral_norm_bound, token_norm
+from flowattn.lipschitz import gram, lambert_w0, sequence_norm, spectral, spectral_norm_bound, token_norm
 
 # -- norms of sequences
 
@@ -33,6 +33,15 @@ def test_a_norm_that_has_no_such_name_is_refused(norm):
 
 
 # -- spectral norms
+
+
+@pytest.fixture(params=["plain", "shifted"])
+def kind(request, monkeypatch):
+    """Either iteration, whatever the size of the matrix."""
+    monkeypatch.setattr(gram, "SHIFTED_FROM", 1 if request.param == "shifted" else math.inf)
+
+
+either_iteration = pytest.mark.usefixtures("kind")
 
 
 def orthogonal(rows, columns):
@@ -66,6 +75,7 @@ def ratio(matrix):
     return spectral_norm_bound(matrix).double() / torch.linalg.matrix_norm(matrix.double(), 2)
 
 
+@either_iteration
 @each_matrix
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bound_is_between_the_spectral_norm_and_one_percent_more(make, shape):
@@ -74,6 +84,7 @@ def test_bound_is_between_the_spectral_norm_and_one_percent_more(make, shape):
         assert 1 <= ratio(matrix.to(dtype)).item() <= 1.01
 
 
+@either_iteration
 @pytest.mark.parametrize("make", [MATRICES["random"], orthogonal], ids=["random", "orthogonal"])
 @pytest.mark.parametrize("shape", [(1024, 1024)], ids=str)
 def test_bound_of_a_large_matrix_is_at_most_one_percent_above(make, shape):
@@ -81,6 +92,7 @@ def test_bound_of_a_large_matrix_is_at_most_one_percent_above(make, shape):
         assert 1 <= ratio(make(*shape).to(dtype)).item() <= 1.01
 
 
+@either_iteration
 @pytest.mark.slow
 @each_matrix
 @pytest.mark.parametrize("shape", [(512, 2048), (1024, 1024), (1000, 1024), (2048, 300)], ids=str)
@@ -90,6 +102,7 @@ def test_bound_of_any_large_matrix_is_at_most_one_percent_above(make, shape):
         assert 1 <= ratio(matrix.to(dtype)).item() <= 1.01
 
 
+@either_iteration
 @each_matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-10, 1e10, 1e20, 1e30])
@@ -97,6 +110,7 @@ def test_bound_holds_for_tiny_and_huge_matrices(make, dtype, scale):
     assert 1 <= ratio((make(12, 20) * scale).to(dtype)).item() <= 1.01
 
 
+@either_iteration
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_gradient_of_the_bound_does_not_depend_on_the_scale(scale):
     W = torch.randn(4, 6)
@@ -107,6 +121,7 @@ def test_gradient_of_the_bound_does_not_depend_on_the_scale(scale):
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
 
 
+@either_iteration
 def test_bound_of_many_random_matrices_is_never_below():
     for dtype in (torch.float32, torch.float64):
         for shape in ((2000, 1, 3), (2000, 3, 3), (500, 8, 5), (200, 16, 16)):
@@ -118,6 +133,7 @@ def test_a_tolerance_of_zero_is_refused():
         spectral_norm_bound(torch.eye(2), tolerance=0.0)
 
 
+@either_iteration
 def test_every_order_of_second_derivatives_of_the_bound_is_the_same():
     W, V = torch.randn(2, 4, 6, dtype=torch.float64)
 
@@ -131,6 +147,7 @@ def test_every_order_of_second_derivatives_of_the_bound_is_the_same():
     assert jvp(grad(bound), (t,), (one,))[1].item() == pytest.approx(expected, rel=1e-9)
 
 
+@either_iteration
 def test_a_tolerance_is_kept():
     W = orthogonal(200, 200)
     assert 1 <= ratio(W).item() <= 1.01
@@ -138,6 +155,7 @@ def test_a_tolerance_is_kept():
     assert 1 <= (spectral_norm_bound(W, tolerance=1e-3)).item() <= 1 + 1e-3
 
 
+@either_iteration
 def test_bound_of_a_batch_is_that_of_each_matrix():
     W = torch.randn(2, 3, 5, 4, dtype=torch.float64)
     one_by_one = torch.stack([torch.stack([spectral_norm_bound(w) for w in row]) for row in W])
@@ -145,6 +163,7 @@ def test_bound_of_a_batch_is_that_of_each_matrix():
     torch.testing.assert_close(torch.func.vmap(spectral_norm_bound)(W), one_by_one, rtol=1e-14, atol=0)
 
 
+@either_iteration
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_bound_of_the_zero_matrix_and_its_gradient_are_zero(dtype):
     W = torch.zeros(3, 4, dtype=dtype, requires_grad=True)
@@ -154,12 +173,14 @@ def test_bound_of_the_zero_matrix_and_its_gradient_are_zero(dtype):
     assert (torch.autograd.grad(bound, W, create_graph=True)[0] == 0).all()
 
 
+@either_iteration
 def test_a_zero_matrix_does_not_spoil_its_batch():
     W = torch.stack([torch.zeros(3, 4), torch.randn(3, 4)]).double().requires_grad_()
     (g,) = torch.autograd.grad(spectral_norm_bound(W).sum(), W)
     assert (g[0] == 0).all() and g[1].norm() > 0.5
 
 
+@either_iteration
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (2, 4), (2, 3, 3)], ids=str)
 def test_bound_passes_gradcheck_twice(shape):
     W = torch.randn(shape, dtype=torch.float64, requires_grad=True)
@@ -167,12 +188,14 @@ def test_bound_passes_gradcheck_twice(shape):
     assert gradgradcheck(spectral_norm_bound, W)
 
 
+@either_iteration
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (2, 3, 3)], ids=str)
 def test_bound_passes_gradcheck_in_forward_mode(shape):
     W = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     assert gradcheck(spectral_norm_bound, W, check_forward_ad=True, check_backward_ad=False)
 
 
+@either_iteration
 @pytest.mark.parametrize("shape", [(3, 2), (2, 4)], ids=str)
 def test_bound_is_differentiable_under_torch_func(shape):
     W = torch.randn(shape, dtype=torch.float64)
@@ -183,6 +206,7 @@ def test_bound_is_differentiable_under_torch_func(shape):
     assert torch.func.hessian(spectral_norm_bound)(W.detach()).shape == (*shape, *shape)
 
 
+@either_iteration
 def test_gradient_of_the_bound_is_near_that_of_the_norm():
     W = torch.randn(30, 20, dtype=torch.float64, requires_grad=True)
     W.data[0] += 10  # one value far above the others
@@ -191,6 +215,7 @@ def test_gradient_of_the_bound_is_near_that_of_the_norm():
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@either_iteration
 def test_compiled_bound_and_its_gradient_are_the_same(without_shape_checks):
     torch.compiler.reset()
     W = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
@@ -200,6 +225,7 @@ def test_compiled_bound_and_its_gradient_are_the_same(without_shape_checks):
     torch.testing.assert_close(got, expected)
 
 
+@either_iteration
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 def test_bound_is_not_rounded_by_autocast(half):
     W = torch.randn(12, 10)
@@ -208,9 +234,51 @@ def test_bound_is_not_rounded_by_autocast(half):
         assert spectral_norm_bound(W).item() == expected.item()
 
 
+@either_iteration
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 def test_bound_of_half_precision_weights_holds(half):
     assert 1 <= ratio(torch.randn(12, 10).to(half)).item() <= 1.01
+
+
+def clusters(rank):
+    """Gram matrices with a few eigenvalues of 1 and the others all the same, the worst that was found."""
+    counts = torch.tensor(sorted({*range(1, min(rank, 5)), *(int(rank**p) for p in (0.3, 0.5, 0.62, 0.75, 0.9))}))
+    values = torch.cat([torch.linspace(0, 0.95, 12), torch.tensor([0.44, 0.46])]).double()
+    is_top = torch.arange(rank) < counts[:, None]
+    return torch.where(is_top[:, None], 1.0, values[:, None]).flatten(0, 1)
+
+
+@pytest.mark.parametrize("rank", [3, 7, 20, 64, 130, pytest.param(512, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tolerance", [0.3, 0.085, 0.01, 1e-3])
+def test_shifted_iteration_is_within_its_tolerance_of_hard_spectra(rank, tolerance, monkeypatch):
+    monkeypatch.setattr(gram, "SHIFTED_FROM", 1)
+    excess = []
+    for eigenvalues in clusters(rank).split(8):
+        bound = spectral_norm_bound(torch.diag_embed(eigenvalues.sqrt()), tolerance)
+        excess.append(bound / eigenvalues.amax(-1).sqrt() - 1)
+    assert torch.cat(excess).min() >= 0
+    assert torch.cat(excess).max() <= tolerance
+
+
+@pytest.mark.parametrize("num_squarings", [1, 2, 3])
+def test_a_search_over_spectra_finds_no_more_than_the_stated_excess(num_squarings):
+    rank = 12
+    free = torch.randn(64, rank, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([free], lr=0.1)
+    for _ in range(100):
+        values = torch.cat([torch.ones(64, 1), free[:, 1:].sigmoid()], -1)
+        found = gram._shifted(torch.diag_embed(values), num_squarings)[0] - 1
+        optimizer.zero_grad()
+        (-found.clamp_min(1e-12).log().sum()).backward()
+        optimizer.step()
+    stated = gram.EXCESS[num_squarings] * (math.log(rank) + 0.7) ** 2.4
+    assert 0.2 * stated < found.max().item() <= stated
+
+
+def test_large_matrices_take_few_squarings():
+    assert gram._num_plain(512, 0.05) == 5 and gram._num_shifted(512, 0.085) == 3
+    assert gram._num_plain(1024, 0.01) == 8 and gram._num_shifted(1024, 0.01) == 5
+    assert gram._num_shifted(1024, 1e-5) > gram._num_shifted(1024, 1e-4) > len(gram.EXCESS)
 
 
 # -- bounds that are remembered
@@ -224,12 +292,12 @@ def counting(monkeypatch):
         shapes.append(list(matrix.shape))
         return spectral_norm_bound(matrix, tolerance)
 
-    monkeypatch.setattr(norms, "spectral_norm_bound", bound)
+    monkeypatch.setattr(spectral, "spectral_norm_bound", bound)
     return shapes
 
 
 def test_a_bound_is_computed_once_while_weights_stay(monkeypatch):
-    shapes, norm = counting(monkeypatch), norms.RememberedNorm(num_matrices=4)
+    shapes, norm = counting(monkeypatch), spectral.RememberedNorm(num_matrices=4)
     matrices = [torch.randn(3, 4), torch.randn(3, 4), torch.randn(4, 3), torch.randn(4, 3).double()]
     with torch.no_grad():
         for _ in range(3):
@@ -239,7 +307,7 @@ def test_a_bound_is_computed_once_while_weights_stay(monkeypatch):
 
 
 def test_a_bound_is_remembered_for_its_precision_and_tolerance_only():
-    norm, matrix = norms.RememberedNorm(num_matrices=3), torch.eye(40)
+    norm, matrix = spectral.RememberedNorm(num_matrices=3), torch.randn(40, 40)
     with torch.no_grad():
         assert norm(matrix).dtype == torch.float32
         assert norm(matrix.double()).dtype == torch.float64
@@ -265,7 +333,7 @@ def test_modules_remember_the_bounds_of_their_weights(module, monkeypatch):
 
 @pytest.mark.parametrize("by", ["in place", "data", "not a number"])
 def test_any_change_of_a_weight_is_noticed(by):
-    norm, matrix = norms.RememberedNorm(num_matrices=1), torch.randn(5, 6)
+    norm, matrix = spectral.RememberedNorm(num_matrices=1), torch.randn(5, 6)
     with torch.no_grad():
         norm(matrix)
         if by == "in place":
@@ -279,7 +347,7 @@ def test_any_change_of_a_weight_is_noticed(by):
 
 
 def test_what_is_remembered_is_limited():
-    norm = norms.RememberedNorm(num_matrices=1)
+    norm = spectral.RememberedNorm(num_matrices=1)
     with torch.no_grad():
         for _ in range(9):
             norm(torch.randn(2, 2))
@@ -300,7 +368,7 @@ def test_what_is_remembered_is_limited():
     ids=["gradcheck", "vmap", "jacrev", "jacfwd", "fake"],
 )
 def test_nothing_is_remembered_while_somebody_else_is_looking(call, monkeypatch):
-    norm, matrix = norms.RememberedNorm(num_matrices=1), torch.randn(3, 4, dtype=torch.float64)
+    norm, matrix = spectral.RememberedNorm(num_matrices=1), torch.randn(3, 4, dtype=torch.float64)
     with torch.no_grad():
         norm(matrix)
         before, shapes = norm.known, counting(monkeypatch)
@@ -312,7 +380,7 @@ def test_nothing_is_remembered_while_somebody_else_is_looking(call, monkeypatch)
 
 @pytest.mark.filterwarnings("ignore")  # tracing warns of every size, and of itself
 def test_a_trace_follows_the_weights(without_shape_checks):
-    norm, matrix = norms.RememberedNorm(num_matrices=1), torch.randn(3, 4)
+    norm, matrix = spectral.RememberedNorm(num_matrices=1), torch.randn(3, 4)
     with torch.no_grad():
         norm(matrix)
         traced = torch.jit.trace(lambda matrix: norm(matrix), matrix, check_trace=False)
@@ -320,7 +388,7 @@ def test_a_trace_follows_the_weights(without_shape_checks):
 
 
 def test_a_remembered_bound_is_a_tensor_like_any_other(monkeypatch):
-    norm, matrix = norms.RememberedNorm(num_matrices=1), torch.randn(3, 4)
+    norm, matrix = spectral.RememberedNorm(num_matrices=1), torch.randn(3, 4)
     with torch.inference_mode():
         norm(matrix)
     shapes = counting(monkeypatch)
@@ -334,7 +402,7 @@ def test_a_remembered_bound_is_a_tensor_like_any_other(monkeypatch):
 
 
 def test_threads_may_share_a_memory():
-    matrices, norm, wrong = [torch.randn(4, 4) for _ in range(6)], norms.RememberedNorm(num_matrices=3), []
+    matrices, norm, wrong = [torch.randn(4, 4) for _ in range(6)], spectral.RememberedNorm(num_matrices=3), []
 
     def run():
         with torch.no_grad():

@@ -34,7 +34,8 @@ from flowattn.lipschitz.bounds import (
     token_bound,
     visible_weight,
 )
-from flowattn.lipschitz.norms import Norm, RememberedNorm, check_norm, token_norm
+from flowattn.lipschitz.norms import Norm, check_norm, token_norm
+from flowattn.lipschitz.spectral import RememberedNorm
 
 
 class _SelfAttention(Contraction):

@@ -12,7 +12,8 @@ from flowattn.checks import check_choice, check_positive
 from flowattn.contractions.activations import ACTIVATIONS, Activation
 from flowattn.contractions.base import Contraction, Push
 from flowattn.contractions.blocks import DenseBlocks, TokenBlocks
-from flowattn.lipschitz.norms import Norm, RememberedNorm
+from flowattn.lipschitz.norms import Norm
+from flowattn.lipschitz.spectral import RememberedNorm
 
 
 class FeedForward(Contraction):

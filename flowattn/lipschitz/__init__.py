@@ -16,9 +16,10 @@ from flowattn.lipschitz.dot_product_at import attention_matrix_bound, local_boun
 from flowattn.lipschitz.heads import DotProductHeads
 from flowattn.lipschitz.lambert import lambert_w0, wright_omega
 from flowattn.lipschitz.measure import local_lipschitz
-from flowattn.lipschitz.norms import Norm, sequence_norm, spectral_norm_bound, token_norm
+from flowattn.lipschitz.norms import Norm, sequence_norm, token_norm
 from flowattn.lipschitz.report import LipschitzReport, report
 from flowattn.lipschitz.search import LipschitzSearch, search_lipschitz
+from flowattn.lipschitz.spectral import spectral_norm_bound
 from flowattn.lipschitz.transport import wasserstein2
 from flowattn.lipschitz.weighted import TransportLipschitz, split_token, transport_lipschitz
 

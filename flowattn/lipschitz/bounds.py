@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowattn.lipschitz.gram import largest_entry
 from flowattn.lipschitz.lambert import wright_omega
-from flowattn.lipschitz.norms import largest_entry, spectral_norm_bound
+from flowattn.lipschitz.spectral import spectral_norm_bound
 
 
 def visible_weight(
@@ -160,8 +161,8 @@ def token_bound(
     else:
         norm_W, norm_B = spectral_norm(W).unsqueeze(-1), spectral_norm(B).unsqueeze(-1)
     stretched = stretch * norm_W
-    # The stack of all heads is the one large matrix here; half the digits of the others are enough for it.
-    norm_all = spectral_norm(B.flatten(0, 1), tolerance=0.05)
+    # The stack of all heads is the one large matrix here, and not worth as many squarings as the others.
+    norm_all = spectral_norm(B.flatten(0, 1), tolerance=0.085)
     return torch.minimum((stretched * norm_B).sum(-2), norm_all * torch.linalg.vector_norm(stretched, dim=-2))
 
 
@@ -195,7 +196,7 @@ def single_head_bound(
     pair = torch.cat([W_t, F.pad(B, (0, -wider)) if wider < 0 else B])
     # At Frobenius norm 1 both have the same share in the sum, as alpha wants it.
     tiny, largest = torch.finfo(W.dtype).tiny, largest_entry(pair)
-    pair = pair / largest
+    pair = pair / largest.clamp_min(tiny)
     size = torch.linalg.vector_norm(pair, dim=(-2, -1), keepdim=True).clamp_min(tiny)
     pair = pair / size
     grams = pair @ pair.mT

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from flowattn.checks import check_positive
 from flowattn.lipschitz.heads import DotProductHeads
-from flowattn.lipschitz.norms import Norm, check_norm, spectral_norm_bound
+from flowattn.lipschitz.norms import Norm, check_norm
+from flowattn.lipschitz.spectral import spectral_norm_bound
 
 
 def published_ball_bound(heads: DotProductHeads, num_tokens: int, radius: float) -> Float[Tensor, ""]:

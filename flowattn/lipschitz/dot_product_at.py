@@ -8,7 +8,8 @@ from torch import Tensor
 
 from flowattn.lipschitz.dot_product import _check_norm, join_heads, product_norm
 from flowattn.lipschitz.heads import DotProductHeads
-from flowattn.lipschitz.norms import Norm, spectral_norm_bound
+from flowattn.lipschitz.norms import Norm
+from flowattn.lipschitz.spectral import spectral_norm_bound
 
 
 @torch.no_grad()
