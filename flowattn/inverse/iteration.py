@@ -58,49 +58,63 @@ def iterate(
     active = torch.arange(size, device=y.device)
     small = torch.as_tensor(tolerance, dtype=y.dtype, device=y.device).expand(size) * (1 - lipschitz)
     x = best = best_plain = start
-    length, best_residual = norm(y), y.new_full((size,), math.inf)
-    was_plain = torch.zeros(size, dtype=torch.bool, device=y.device)
+    rounding_of_y, best_residual = eps * norm(y), y.new_full((size,), math.inf)
+    has_failed: Tensor | None = None  # by its last step; None says that no sample has
     for count in range(1, max_steps + 1):
         value, blocks = evaluate(x, active)
         plain = y - value
-        residual = norm(plain - x)
+        residual, last_residual = norm(plain - x), best_residual
         better = residual < best_residual
-        foreseen = residual * (residual / best_residual)  # zero after the first evaluation, when nothing is
-        best_residual = torch.where(better, residual, best_residual)
-        best, best_plain = _choose(better, x, best), _choose(better, plain, best_plain)
-        rounding = eps * (length + norm(best))
-        going = ~(best_residual + 8 * rounding <= small) & ~((was_plain & ~better) | (best_residual <= rounding))
+        all_better = bool(better.all())
+        if all_better:  # as mostly
+            best, best_plain, best_residual = x, plain, residual
+        else:
+            best, best_plain = _choose(better, x, best), _choose(better, plain, best_plain)
+            best_residual = torch.where(better, residual, best_residual)
+        rounding = torch.add(rounding_of_y, norm(best), alpha=eps)
+        allowed = small - 8 * rounding
+        going = best_residual > torch.maximum(allowed, rounding)
+        if has_failed is not None:
+            going = going & (better | ~has_failed)
         proposed = None
         if not is_last and count > 1:
-            leaving = going & better & (8 * rounding > small) & (foreseen < 0.5 * small)
+            foreseen = residual * residual < 0.5 * small * last_residual
+            leaving = going & better & (allowed < 0) & foreseen
             if leaving.any():
                 going = going & ~leaving
                 proposed = _propose(step, x, plain, blocks, better, best_plain)
                 best_plain = _choose(leaving, proposed, best_plain)
-        if count == max_steps or not (going.any() and going.all()):
-            stay = ~going if count < max_steps else torch.ones_like(going)
+        num_going = int(going.sum()) if count < max_steps else 0
+        if num_going < len(active) or size == 0:
             error = (best_residual + 8 * rounding) / (1 - lipschitz)
             finished = (best, error, torch.full_like(active, count), best_plain, active)
-            if stay.all():
+            if num_going == 0:
                 parts.append(finished)
                 break
-            parts.append(tuple(t[stay] for t in finished))
+            parts.append(tuple(t[~going] for t in finished))
             step.keep(going)
-            active, y, x, plain, best, best_plain, length, best_residual, better, small = (
-                t[going] for t in (active, y, x, plain, best, best_plain, length, best_residual, better, small)
+            active, y, x, plain, best, best_plain, rounding_of_y, best_residual, better, small = (
+                t[going] for t in (active, y, x, plain, best, best_plain, rounding_of_y, best_residual, better, small)
             )
             blocks, proposed = (t if t is None else t[going] for t in (blocks, proposed))
-        x = _propose(step, x, plain, blocks, better, best_plain) if proposed is None else proposed
-        was_plain = ~better
+            all_better = all_better or bool(better.all())
+        if proposed is None:
+            proposed = _propose(step, x, plain, blocks, None if all_better else better, best_plain)
+        x, has_failed = proposed, None if all_better else ~better
     *found, order = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     if len(parts) > 1:
         found = [t[order.argsort()] for t in found]
     return Solution(*found[:3]), found[3]
 
 
-def _propose(step: Step, x: Tensor, plain: Tensor, blocks: Tensor | None, better: Tensor, best_plain: Tensor) -> Tensor:
+def _propose(
+    step: Step, x: Tensor, plain: Tensor, blocks: Tensor | None, better: Tensor | None, best_plain: Tensor
+) -> Tensor:
+    """The next points. Samples that are not better, and steps that are not finite, go by the plain step."""
     proposed = step.propose(x, plain, blocks)
-    return _choose(better & proposed.sum((1, 2)).isfinite(), proposed, best_plain)
+    if proposed is not plain:
+        proposed = _choose(proposed.sum((1, 2)).isfinite(), proposed, plain)
+    return proposed if better is None else _choose(better, proposed, best_plain)
 
 
 def _choose(first: Tensor, one: Tensor, other: Tensor) -> Tensor:

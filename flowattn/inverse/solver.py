@@ -18,6 +18,9 @@ from flowattn.inverse.iteration import InverseNotConverged, Iterated, Solution, 
 from flowattn.inverse.steps import AndersonStep, ChordStep, NewtonStep, PlainStep, Step
 from flowattn.lipschitz.norms import sequence_norm
 
+#: What f is given beside the tokens: a mask, a context, and the scale of its rows.
+Known = tuple[Tensor | None, Tensor | None, Tensor]
+
 #: How many tokens of a causal map take a step of their own, and how many numbers their blocks may have.
 FIRST_TOKENS, MAX_NUMBERS = 8, 2**16
 
@@ -83,16 +86,34 @@ class Solver:
         tolerance: float,
     ) -> Solution:
         scale = f.scale(y.shape[1], mask)
-
         single = torch.promote_types(y.dtype, torch.float32)
         finest = single if y.device.type == "mps" else torch.float64
 
+        def run(dtype: torch.dtype, function: Callable[..., Any], *args: Tensor | None) -> Any:
+            """Calls a function of f in this precision."""
+            cast = [_to(t, dtype) for t in args]
+            return function(*cast) if dtype == y.dtype else _in_precision(f, dtype, function, *cast)
+
         def solve_some(samples: Tensor | None, start: Tensor | None, dtype: torch.dtype) -> Iterated:
-            own_mask, features, own_scale = _of(samples, mask, context, scale)
-            few, first = y if samples is None else y[samples], _to(_pick(start, samples), dtype)
-            args = (f, few.to(dtype), first, own_mask, _to(features, dtype), own_scale.to(dtype), lipschitz, tolerance)
-            run = functools.partial(self._iterate, is_last=dtype == finest)
-            return run(*args) if dtype == y.dtype else _in_precision(f, dtype, run, *args)
+            known = _of(samples, mask, context, scale)
+            iterate = functools.partial(self._iterate, f, lipschitz, tolerance, is_last=dtype == finest)
+            found, following = run(dtype, iterate, _pick(y, samples), _pick(start, samples), *known)
+            return found._replace(certified_error=certified(found, known, dtype)), following
+
+        def certified(found: Solution, known: Known, dtype: torch.dtype) -> Tensor:
+            """The errors with what rounding hides of f, which takes no digits to tell."""
+            error = found.certified_error
+            is_small = error <= tolerance
+            if not is_small.any():
+                return error
+            unit = 4 * torch.finfo(dtype).eps / (1 - lipschitz)
+            total = error + unit * run(single, f.rounding, found.x, *known)
+            unclear = is_small & ~(total <= tolerance) if dtype == finest else is_small[:0]
+            for k in unclear.nonzero().flatten().tolist():  # one by one, since a closer look takes memory
+                one = slice(k, k + 1)
+                look = functools.partial(f.rounding, sharp=True)
+                total[one] = error[one] + unit * run(dtype, look, found.x[one], *_of(one, *known))
+            return total
 
         solution, following = solve_some(None, None, single)
         late = ~(solution.certified_error <= tolerance)
@@ -113,13 +134,13 @@ class Solver:
     def _iterate(
         self,
         f: Contraction,
+        lipschitz: float,
+        tolerance: float,
         y: Tensor,
         start: Tensor | None,
         mask: Tensor | None,
         context: Tensor | None,
         scale: Tensor,
-        lipschitz: float,
-        tolerance: float,
         *,
         is_last: bool,
     ) -> Iterated:
@@ -137,17 +158,7 @@ class Solver:
 
         start = y.clone() if start is None else start  # which may be the solution, and is not the caller's
         goal = tolerance / 2 if is_last else tolerance  # the other half is for what rounding hides of f
-        found, following = iterate(evaluate, y, start, step, norm, lipschitz, goal, self.max_steps, is_last=is_last)
-        if not is_last and not (found.certified_error <= tolerance).any():
-            return found, following
-        unit = 4 * torch.finfo(y.dtype).eps / (1 - lipschitz)
-        error = found.certified_error + unit * f.rounding(found.x, mask, context, scale)
-        large = ~(error <= tolerance) & is_last
-        for k in large.nonzero().flatten().tolist():  # one by one, since a closer look takes memory
-            one = slice(k, k + 1)
-            hidden = f.rounding(found.x[one], *_of(one, mask, context, scale), sharp=True)
-            error[one] = found.certified_error[one] + unit * hidden
-        return found._replace(certified_error=error), following
+        return iterate(evaluate, y, start, step, norm, lipschitz, goal, self.max_steps, is_last=is_last)
 
     def _step(
         self, f: Contraction, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor, *, is_near: bool
@@ -199,31 +210,29 @@ def _pick(t: Tensor | None, samples: Tensor | slice | None) -> Tensor | None:
     return t if t is None or samples is None else t[samples]
 
 
-def _of(
-    samples: Tensor | slice | None, mask: Tensor | None, context: Tensor | None, scale: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+def _of(samples: Tensor | slice | None, mask: Tensor | None, context: Tensor | None, scale: Tensor) -> Known:
     """What f is given of these samples beside their tokens; a scale of one dimension is that of all of them."""
     own_scale = scale if samples is None or scale.ndim == 1 else scale[samples]
     return _pick(mask, samples), _pick(context, samples), own_scale
 
 
 def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return t if t is None else t.to(dtype)
+    return t.to(dtype) if t is not None and t.is_floating_point() else t
 
 
 class _Holding(nn.Module):
     """A function that uses f, as a module that has the parameters of f."""
 
-    def __init__(self, f: Contraction, function: Callable[..., Iterated]) -> None:
+    def __init__(self, f: Contraction, function: Callable[..., Any]) -> None:
         super().__init__()
         self.f = f
         self.function = function
 
-    def forward(self, *args: Any) -> Iterated:
+    def forward(self, *args: Any) -> Any:
         return self.function(*args)
 
 
-def _in_precision(f: Contraction, dtype: torch.dtype, function: Callable[..., Iterated], *args: Any) -> Iterated:
+def _in_precision(f: Contraction, dtype: torch.dtype, function: Callable[..., Any], *args: Any) -> Any:
     """Calls the function with the parameters and buffers of f in another precision, be they leaves or computed."""
     named = itertools.chain(f.named_parameters("f"), f.named_buffers("f"))
     cast = {name: tensor.to(dtype) for name, tensor in named if tensor.is_floating_point()}
