@@ -1,5 +1,6 @@
 """The proven bounds: their formulas, the constants in them, and that no input exceeds them."""
 
+import functools
 import itertools
 import math
 
@@ -236,6 +237,60 @@ def test_token_bound_is_its_formula(heads, features_out, has_ball):
     exact = by_head if heads == 1 else torch.minimum(by_head, jointly)
     ratio = token_bound(W, B, stretch, ball=ball) / exact
     assert (ratio >= 1).all() and (ratio <= 1.06).all()
+
+
+CASES = [(1, False), (1, True), (3, False), (3, True)]
+
+
+@pytest.mark.parametrize("width", [2, 130])  # with plain and with shifted iterations
+@pytest.mark.parametrize(("heads", "has_ball"), CASES)
+def test_recorded_bounds_and_their_gradients_are_those_of_single_operations(heads, has_ball, width):
+    W, B = (t.requires_grad_() for t in factors(heads, 4, width))
+    stretch = (1 + 5 * torch.rand(2, heads, 3, dtype=torch.float64)).requires_grad_()
+    ball = 1 + 5 * torch.rand(heads, 1, dtype=torch.float64) if has_ball else None
+    given = (W, B, stretch)
+    recorded = token_bound(*given, ball=ball)
+    with torch.no_grad():
+        torch.testing.assert_close(token_bound(*given, ball=ball), recorded, rtol=0, atol=0)
+    weights = torch.randn_like(recorded)
+    got = torch.autograd.grad((recorded * weights).sum(), given, retain_graph=True)
+    want = torch.func.grad(lambda *given: (token_bound(*given, ball=ball) * weights).sum(), (0, 1, 2))(*given)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    twice = torch.autograd.grad((recorded * weights).sum(), given, create_graph=True)
+    torch.testing.assert_close(twice, want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("heads", "has_ball"), CASES)
+def test_token_bound_passes_gradcheck_twice(heads, has_ball):
+    given = [t.requires_grad_() for t in factors(heads)]
+    stretch = 1 + torch.rand(heads, 3, dtype=torch.float64)
+    ball = 1 + torch.rand(heads, 1, dtype=torch.float64) if has_ball else None
+    bound = functools.partial(token_bound, stretch=stretch, ball=ball)
+    assert torch.autograd.gradcheck(bound, given, check_batched_grad=True, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(bound, given)
+    for k in range(2):  # one of them does not learn
+        frozen = [t.detach() if i == k else t for i, t in enumerate(given)]
+        assert torch.autograd.gradgradcheck(bound, frozen)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_recorded_bounds_are_not_rounded_by_autocast(heads, dtype):
+    given = [t.float().requires_grad_() for t in factors(heads)]
+    expected = token_bound(*given, torch.full((1, 1), 3.0))
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(token_bound(*given, torch.full((1, 1), 3.0)), expected)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("which", [0, 1])
+def test_weights_of_zero_have_a_bound_and_gradient_of_zero(heads, which):
+    given = [t.requires_grad_() for t in factors(heads)]
+    given[which].data.zero_()
+    bound = token_bound(*given, torch.full((1, 1), 3.0, dtype=torch.float64))
+    assert bound.item() == 0
+    gradients = torch.autograd.grad(bound.sum(), given)
+    assert all(g.isfinite().all() for g in gradients) and (gradients[1 - which] == 0).all()
 
 
 def test_token_bound_takes_the_better_of_its_two_forms():

@@ -17,11 +17,10 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowattn.lipschitz.gram import largest_entry
+from flowattn.lipschitz.head_norms import head_norms, single_head_norms
 from flowattn.lipschitz.lambert import wright_omega
 from flowattn.lipschitz.spectral import spectral_norm_bound
 
@@ -156,14 +155,10 @@ def token_bound(
         return single_head_bound(W, B, stretch, ball=ball, spectral_norm=spectral_norm)
     if ball is not None:
         stretch = torch.minimum(stretch, ball)
-    if W.shape[1] == B.shape[2]:
-        norm_W, norm_B = spectral_norm(torch.stack([W.mT, B])).unsqueeze(-1)
-    else:
-        norm_W, norm_B = spectral_norm(W).unsqueeze(-1), spectral_norm(B).unsqueeze(-1)
-    stretched = stretch * norm_W
-    # The stack of all heads is the one large matrix here, and not worth as many squarings as the others.
-    norm_all = spectral_norm(B.flatten(0, 1), tolerance=0.085)
-    return torch.minimum((stretched * norm_B).sum(-2), norm_all * torch.linalg.vector_norm(stretched, dim=-2))
+    norm_W, norm_B, norm_of_all = head_norms(W, B, spectral_norm)
+    stretched = stretch * norm_W.unsqueeze(-1)
+    by_head = (stretched * norm_B.unsqueeze(-1)).sum(-2)
+    return torch.minimum(by_head, norm_of_all * torch.linalg.vector_norm(stretched, dim=-2))
 
 
 def single_head_bound(
@@ -191,23 +186,10 @@ def single_head_bound(
     \frac2s \operatorname{tr}\bigl(\tfrac12(\alpha B B^T + \alpha^{-1} W^T W) \Sigma_i\bigr) \le
     \frac2s \gamma \operatorname{tr} \Sigma_i`, and :math:`\operatorname{tr} \Sigma_i \le s W_0(S_i/e)`.
     """
-    wider = B.shape[2] - W.shape[1]
-    W_t = F.pad(W.mT, (0, wider)) if wider > 0 else W.mT
-    pair = torch.cat([W_t, F.pad(B, (0, -wider)) if wider < 0 else B])
-    # At Frobenius norm 1 both have the same share in the sum, as alpha wants it.
-    tiny, largest = torch.finfo(W.dtype).tiny, largest_entry(pair)
-    pair = pair / largest.clamp_min(tiny)
-    size = torch.linalg.vector_norm(pair, dim=(-2, -1), keepdim=True).clamp_min(tiny)
-    pair = pair / size
-    grams = pair @ pair.mT
-    if ball is None:
-        grams = torch.cat([grams, grams.mean(0, keepdim=True)])
-    norm_W, norm_B, *norm_both = spectral_norm(grams).unbind()
-    size_W, size_B = size * largest
-    product, size = (norm_W * norm_B).clamp_min(tiny).sqrt(), (size_W * size_B).view(1)
+    product, mixed = single_head_norms(W, B, spectral_norm)
     if ball is not None:
-        return torch.minimum(stretch, ball).squeeze(-2) * (product * size)
-    return (product + (stretch.squeeze(-2) - 1) * torch.minimum(product, norm_both[0])) * size
+        return torch.minimum(stretch, ball).squeeze(-2) * product
+    return product + (stretch.squeeze(-2) - 1) * mixed
 
 
 def infinity_bound(

@@ -18,8 +18,9 @@ References:
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,12 +38,24 @@ EXCESS = (0.045, 0.0116, 0.003, 0.00077, 0.0002, 0.000075, 0.000031)
 
 def largest_singular_value(W: Tensor, tolerance: float) -> Tensor:
     """A bound of that of each matrix [batch, rows, columns], too large by this share of it at most, and by rounding."""
-    rank = min(W.shape[-2:])
-    is_shifted = rank >= SHIFTED_FROM
-    num_squarings = _num_shifted(rank, tolerance) if is_shifted else _num_plain(rank, tolerance)
+    is_shifted, num_squarings = _plan(W, tolerance)
     if torch.compiler.is_compiling() or nothing_is_recorded():
         return (_shifted if is_shifted else _plain)(W, num_squarings)[0]
     return _GramIteration.apply(W, num_squarings, is_shifted)[0]
+
+
+def iterate(W: Tensor, tolerance: float) -> tuple[Tensor, Callable[[], Tensor]]:
+    """The same bound and its gradient, which is computed when it is called for. Neither is recorded."""
+    is_shifted, num_squarings = _plan(W, tolerance)
+    bound, *tape = (_shifted if is_shifted else _plain)(W, num_squarings)
+    return bound, functools.partial(_shifted_gradient if is_shifted else _plain_gradient, tape)
+
+
+def _plan(W: Tensor, tolerance: float) -> tuple[bool, int]:
+    """Whether to shift, and how often to square."""
+    rank = min(W.shape[-2:])
+    is_shifted = rank >= SHIFTED_FROM
+    return is_shifted, _num_shifted(rank, tolerance) if is_shifted else _num_plain(rank, tolerance)
 
 
 def largest_entry(W: Tensor) -> Tensor:

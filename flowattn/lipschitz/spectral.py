@@ -38,8 +38,12 @@ def spectral_norm_bound(
     with without_autocast(matrix):
         W = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
         bound = largest_singular_value(W.reshape(-1, rows, columns), tolerance)
-        # The margin of single precision for all: a map must not change when it is evaluated in double.
-        return (bound * (1 + 2 * (rows + columns) * torch.finfo(torch.float32).eps)).view(matrix.shape[:-2])
+        return (bound * margin(rows, columns)).view(matrix.shape[:-2])
+
+
+def margin(rows: int, columns: int) -> float:
+    """Covers the rounding of a bound, of single precision for all: evaluated in double, a map must not change."""
+    return 1 + 2 * (rows + columns) * torch.finfo(torch.float32).eps
 
 
 class RememberedNorm:
