@@ -70,11 +70,11 @@ def pair_attention(z: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*b
 class _PairAttention(torch.autograd.Function):
     @staticmethod
     def forward(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        u, centre, unit = _about_centre(z)
-        half = _half_squares(u)
+        left, right = _rows(z, z.shape[-1] + 2), _rows(z, z.shape[-1] + 2)
+        u, centre, unit = _place(z, left, right)
         size = _block_size(u.shape[-1])
-        means, totals = _zeros(u, size), _zeros(half, size)
-        for heads, pairs in _weights(u, half, size):
+        means, totals = _zeros(u, size), _zeros(u[:, :1], size)
+        for heads, pairs in _weights(left, right, size):
             tokens = u[heads].split(size, -1)
             for i, j, E in pairs:
                 means[j][heads].baddbmm_(tokens[i], E)
@@ -92,22 +92,24 @@ class _PairAttention(torch.autograd.Function):
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, *_: Tensor) -> Tensor:
+    def backward(ctx: Any, dm: Tensor, *_: Tensor) -> Tensor:
         z, mean, total = ctx.saved_tensors
-        if torch.is_grad_enabled() or not can_look(g):
-            gradient: Tensor = torch.func.vjp(lambda z: fused_l2_attention(z, None, causal=False), z)[1](g)[0]
+        if torch.is_grad_enabled() or not can_look(dm):
+            gradient: Tensor = torch.func.vjp(lambda z: fused_l2_attention(z, None, causal=False), z)[1](dm)[0]
             return gradient
-        u = _about_centre(z)[0]
-        half, g = _half_squares(u), _tokens_last(g).div(total).contiguous()
-        along = (mean * g).sum(-2, keepdim=True)
+        # T / E is a product of rows as the weights are, and theirs are among them: with a_i = g'_i m_i it is that of
+        # [g', 0, -a, u, 1] and [u, half, 1, g', -a].
+        width = z.shape[-1]
+        left, right = _rows(z, 2 * width + 4), _rows(z, 2 * width + 3)
+        u = _place(z, left[:, width + 2 :], right[:, : width + 2])[0]
+        g = torch.div(_tokens_last(dm), total, out=right[:, width + 2 : -1])
+        right[:, -1:] = (mean * g).sum(-2, keepdim=True).neg_()
+        left[:, :width], left[:, width], left[:, width + 1] = g, 0, right[:, -1]
         size = _block_size(u.shape[-1])
-        changes, sums = _zeros(u, size), _zeros(half, size)
+        changes, sums = _zeros(u, size), _zeros(u[:, :1], size)
         room = u.new_empty(AT_A_TIME)
-        for heads, pairs in _weights(u, half, size):
-            one = torch.ones_like(half[heads])
-            left = torch.cat([g[heads], u[heads], along[heads], one], -2)
-            right = torch.cat([u[heads], g[heads], -one, -along[heads]], -2)
-            tokens, gradients, lefts, rights = (t.split(size, -1) for t in (u[heads], g[heads], left, right))
+        for heads, pairs in _weights(left[:, width + 2 :], right[:, : width + 2], size):
+            tokens, gradients, lefts, rights = (t[heads].split(size, -1) for t in (u, g, left[:, :-1], right))
             for i, j, E in pairs:
                 T = torch.bmm(lefts[i].mT, rights[j], out=room[: E.numel()].view_as(E)).mul_(E)
                 if i == j:  # what a token does to itself is nothing, or rounding if it is computed
@@ -121,19 +123,33 @@ class _PairAttention(torch.autograd.Function):
         return change.mT.reshape(z.shape)
 
 
-def _weights(u: Tensor, half: Tensor, size: int) -> Iterator[tuple[slice, Iterator[tuple[int, int, Tensor]]]]:
+def _place(z: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Writes rows whose products are the exponents of the weights, [u, 1, half] and [u, half, 1].
+
+    Returns the tokens u, about their centre and in the unit in which weights are powers of two, that centre and unit.
+    """
+    unit = math.sqrt(2 / LOG2) / z.shape[-1] ** 0.25
+    z = _tokens_last(z)
+    centre = z.mean(-1, keepdim=True)
+    u = torch.sub(z, centre, out=right[:, :-2]).mul_(unit)
+    half = u.square().sum(-2).mul_(-0.5)
+    right[:, -2], right[:, -1] = half, 1
+    left[:, :-2], left[:, -2], left[:, -1] = u, 1, half
+    return u, centre, unit
+
+
+def _weights(left: Tensor, right: Tensor, size: int) -> Iterator[tuple[slice, Iterator[tuple[int, int, Tensor]]]]:
     """A few heads at a time, and for those the weights E between the i-th and the j-th block of tokens, j <= i.
 
     The next weights are written where the last ones were.
     """
-    room = u.new_empty(AT_A_TIME)
+    room = left.new_empty(AT_A_TIME)
 
-    def pairs(u: Tensor, half: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        one = torch.ones_like(half)
-        lefts, rights = (torch.cat(rows, -2).split(size, -1) for rows in ([u, half, one], [u, one, half]))
+    def pairs(left: Tensor, right: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        lefts, rights = left.split(size, -1), right.split(size, -1)
         for i in range(len(lefts)):
             for j in range(i + 1):
-                shape = len(lefts[i]), lefts[i].shape[-1], rights[j].shape[-1]
+                shape = len(left), lefts[i].shape[-1], rights[j].shape[-1]
                 E = torch.bmm(lefts[i].mT, rights[j], out=room[: math.prod(shape)].view(shape))
                 torch.threshold_(E, LOWEST, -math.inf).clamp_max_(0).exp2_()
                 if i == j:  # far from the centre rounding might say otherwise, and of any pair that it weighs over 1
@@ -141,9 +157,9 @@ def _weights(u: Tensor, half: Tensor, size: int) -> Iterator[tuple[slice, Iterat
                 yield i, j, E
 
     step = AT_A_TIME // size**2
-    for start in range(0, len(u), step):
+    for start in range(0, len(left), step):
         heads = slice(start, start + step)
-        yield heads, pairs(u[heads], half[heads])
+        yield heads, pairs(left[heads], right[heads])
 
 
 def _block_size(num_tokens: int) -> int:
@@ -161,17 +177,10 @@ def _zeros(t: Tensor, size: int) -> list[Tensor]:
     return [t.new_zeros(block.shape) for block in t.split(size, -1)]
 
 
+def _rows(z: Tensor, count: int) -> Tensor:
+    """Room for so many numbers of each token."""
+    return z.new_empty(z.shape[:-2].numel(), count, z.shape[-2])
+
+
 def _tokens_last(t: Tensor) -> Tensor:
     return t.reshape(-1, *t.shape[-2:]).mT
-
-
-def _about_centre(z: Tensor) -> tuple[Tensor, Tensor, float]:
-    """The tokens u about their centre, in the unit in which weights are powers of two."""
-    unit = math.sqrt(2 / LOG2) / z.shape[-1] ** 0.25
-    z = _tokens_last(z)
-    centre = z.mean(-1, keepdim=True)
-    return (z - centre).mul_(unit).contiguous(), centre, unit
-
-
-def _half_squares(u: Tensor) -> Tensor:
-    return u.square().sum(-2, keepdim=True).mul_(-0.5)
