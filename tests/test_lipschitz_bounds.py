@@ -242,7 +242,7 @@ def test_token_bound_is_its_formula(heads, features_out, has_ball):
 CASES = [(1, False), (1, True), (3, False), (3, True)]
 
 
-@pytest.mark.parametrize("width", [2, 130])  # with plain and with shifted iterations
+@pytest.mark.parametrize("width", [2, 200])  # with plain and with shifted iterations
 @pytest.mark.parametrize(("heads", "has_ball"), CASES)
 def test_recorded_bounds_and_their_gradients_are_those_of_single_operations(heads, has_ball, width):
     W, B = (t.requires_grad_() for t in factors(heads, 4, width))

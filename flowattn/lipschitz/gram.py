@@ -29,7 +29,7 @@ from torch import Tensor
 from flowattn.checks import nothing_is_recorded
 
 #: From this many rows on the products of shifted squarings take longer than the steps between them.
-SHIFTED_FROM = 128
+SHIFTED_FROM = 192
 
 #: How far above the singular value so many shifted squarings may end, over (log r + 0.7)^2.4: more than was found by
 #: a search over spectra of 3 to 4096 values. Each further one at least halves it.
