@@ -42,16 +42,7 @@ class _LogAbsDet(torch.autograd.Function):
 
     @staticmethod
     def forward(M: Tensor) -> tuple[Tensor, Tensor]:
-        n = M.shape[-1]
-        if M.numel() == 0:
-            return M.new_zeros(M.shape[:-2]), torch.zeros_like(M)
-        parts = M.reshape(-1, n, n).split(max(1, small_enough_for_the_cache(M) // (n * n)))
-        found = [
-            (invert_by_series(-part, part.new_empty(4, *part.shape)) if part.numel() >= MANY else None)
-            or invert_by_elimination(-part)
-            for part in parts
-        ]
-        gradient, logabsdet = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+        gradient, logabsdet = invert(-M.reshape(-1, *M.shape[-2:]))
         return logabsdet.view(M.shape[:-2]), gradient.view(M.shape)
 
     @staticmethod
@@ -77,6 +68,27 @@ class _LogAbsDet(torch.autograd.Function):
         return _LogAbsDet.apply(M.movedim(in_dims[0], 0)), (0, 0)
 
 
+def invert(N: Float[Tensor, "batch n n"]) -> tuple[Float[Tensor, "batch n n"], Float[Tensor, " batch"]]:
+    """The transposed inverses of I - N and log|det(I - N)|, by whichever way is faster. N is changed.
+
+    Example:
+        >>> invert(torch.tensor([[[0.5]]]))
+        (tensor([[[2.]]]), tensor([-0.6931]))
+    """
+    n = N.shape[-1]
+    if N.numel() == 0:
+        return N, N.new_zeros(len(N))
+    found = [
+        (invert_by_series(part, part.new_empty(4, *part.shape)) if part.numel() >= MANY else None)
+        or invert_by_elimination(part)
+        for part in N.split(max(1, small_enough_for_the_cache(N) // (n * n)))
+    ]
+    if len(found) == 1:
+        return found[0]
+    inverses, logabsdets = zip(*found, strict=True)
+    return torch.cat(inverses), torch.cat(logabsdets)
+
+
 def invert_by_series(
     N: Float[Tensor, "batch n n"], work: Iterable[Float[Tensor, "batch n n"]]
 ) -> tuple[Float[Tensor, "batch n n"], Float[Tensor, " batch"]] | None:
@@ -94,15 +106,14 @@ def invert_by_series(
     while size**num_terms > 8 * num_terms * eps:  # then the next trace is below 4 eps once it is divided
         num_terms += 1
 
-    def traces(powers: Tensor) -> tuple[Tensor, Tensor]:
-        return trace(powers), torch.mul(N, powers, out=spare).sum((-2, -1))
-
-    powers, (even, odd) = square, traces(square)  # the sum of the even powers of N from the second on, transposed
-    value = trace(N) + even / 2 + odd / 3
-    for j in range(2, num_terms):
-        powers = torch.baddbmm(square, square, powers, out=turns[j % 2])
-        (last_even, last_odd), (even, odd) = (even, odd), traces(powers)
-        value += (even - last_even) / (2 * j) + (odd - last_odd) / (2 * j + 1)
+    powers, value = square, trace(N)  # the sum of the even powers of N from the second on, transposed
+    for j in range(1, num_terms):
+        if j > 1:
+            powers = torch.baddbmm(square, square, powers, out=turns[j % 2])
+        # Each power is divided by its exponent: what this sum has of those before is weighted by the difference.
+        after = (0.0, 0.0) if j == num_terms - 1 else (1 / (2 * j + 2), 1 / (2 * j + 3))
+        value.add_(trace(powers), alpha=1 / (2 * j) - after[0])
+        value.add_(torch.mul(N, powers, out=spare).sum((-2, -1)), alpha=1 / (2 * j + 1) - after[1])
     powers.diagonal(dim1=-2, dim2=-1).add_(1)
     # A gradient needs fewer digits than a value that is summed over all tokens. The first test follows from the second,
     # and is quicker.

@@ -24,6 +24,7 @@ from flowattn.attention import (
 from flowattn.checks import check_choice, check_positive
 from flowattn.contractions.base import Contraction, Push
 from flowattn.contractions.blocks import HeadBlocks, TokenBlocks
+from flowattn.contractions.dense_logdet import attention_logabsdet
 from flowattn.contractions.position import PositionBias
 from flowattn.lipschitz.bounds import (
     attention_stretch,
@@ -245,14 +246,26 @@ class L2SelfAttention(_SelfAttention):
             return self._jacobian(x, mask, context, self.B * scale)
         return super().scaled_jacobian(x, mask, context, scale)
 
+    def scaled_logabsdet(
+        self, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if scale.numel() == 1 and not self.causal:
+            return attention_logabsdet(*self._factors(x, mask, context, self.B * scale))
+        return super().scaled_logabsdet(x, mask, context, scale)
+
     def _jacobian(self, x: Tensor, mask: Tensor | None, context: Tensor | None, B: Tensor) -> tuple[Tensor, Tensor]:
+        return heads_jacobian(*self._factors(x, mask, context, B), causal=self.causal)
+
+    def _factors(
+        self, x: Tensor, mask: Tensor | None, context: Tensor | None, B: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """What the Jacobian is made of: the tokens z of each head, B, dz / dx, and the bias."""
         y = self._heads(x, mask, context)
         heads = (self.num_heads, self.head_features)
         R = self.W.mT.unflatten(0, heads)
         if self.radius is not None:
             R = into_ball_jacobian(y, self.radius) @ R.unsqueeze(1)
-        bias = self._bias(x.shape[1], mask, x.dtype)
-        return heads_jacobian(self._ball(y), B.unflatten(0, heads), R, bias, causal=self.causal)
+        return self._ball(y), B.unflatten(0, heads), R, self._bias(x.shape[1], mask, x.dtype)
 
     def row_bounds(self, num_tokens: int, mask: Tensor | None = None, norm: Norm = "token") -> Tensor:
         stretch = self._stretch(num_tokens, mask)

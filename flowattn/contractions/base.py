@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flowattn.checks import check_context, check_finite, check_mask, check_tokens, without_autocast
 from flowattn.contractions.blocks import DenseBlocks, TokenBlocks
+from flowattn.determinants import logabsdet_plus_identity
 from flowattn.lipschitz.norms import Norm, check_norm
 
 #: What the Jacobian looks like over tokens: block-diagonal, block lower triangular, or full.
@@ -150,6 +151,13 @@ class Contraction(nn.Module):
         value, jacobian = self.free_jacobian(x, mask, context)
         return value * scale.unsqueeze(-1), jacobian * scale[..., None, None, None]
 
+    def scaled_logabsdet(
+        self, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The free map with its rows multiplied by the scale, and log|det(I + J)| of that, [B]."""
+        value, jacobian = self.scaled_jacobian(x, mask, context, scale)
+        return value, logabsdet_plus_identity(jacobian.permute(0, 2, 1, 4, 3).flatten(3).flatten(1, 2))
+
     # -- what everybody else calls
 
     @full_precision
@@ -198,6 +206,14 @@ class Contraction(nn.Module):
         """The map f and its Jacobian [B, N, D_out, N, D_in], zero at padding."""
         x, context = self._checked(x, mask, context)
         return self.scaled_jacobian(x, mask, context, self.scale(x.shape[1], mask))
+
+    @full_precision
+    def forward_and_logabsdet(
+        self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The map f and log|det(I + J)|, [B], from its whole Jacobian."""
+        x, context = self._checked(x, mask, context)
+        return self.scaled_logabsdet(x, mask, context, self.scale(x.shape[1], mask))
 
     def scale(self, num_tokens: int, mask: Tensor | None = None) -> Tensor:
         """What row i of the free map is multiplied with: [N], [1], or [B, N] with a mask, zero at padding."""

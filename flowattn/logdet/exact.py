@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from flowattn.contractions import Contraction
-from flowattn.determinants import logabsdet_plus_identity
 from flowattn.logdet.base import LogDet
 
 
@@ -30,8 +29,7 @@ class ExactLogDet(LogDet):
         if contraction.structure != "dense":
             value, blocks = contraction.forward_and_diagonal(x, mask, context)
             return value, blocks.logabsdet()
-        value, J = contraction.forward_and_jacobian(x, mask, context)
-        return value, logabsdet_plus_identity(J.permute(0, 2, 1, 4, 3).flatten(3).flatten(1, 2))
+        return contraction.forward_and_logabsdet(x, mask, context)
 
     def __repr__(self) -> str:
         return "ExactLogDet()"
