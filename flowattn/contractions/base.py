@@ -222,7 +222,8 @@ class Contraction(nn.Module):
             if self.coefficient is None:
                 scale = like.new_ones(1)
             else:
-                bounds = self.row_bounds(num_tokens, mask, self.norm) * self.spread(num_tokens, mask)
+                bounds, spread = self.row_bounds(num_tokens, mask, self.norm), self.spread(num_tokens, mask)
+                bounds = bounds if isinstance(spread, float) and spread == 1 else bounds * spread
                 target = self._target(bounds.dtype)
                 scale = target / bounds.clamp_min(target)
             return scale if mask is None else scale * mask

@@ -3,9 +3,9 @@ r"""log|det(I + J)| of attention between all pairs of tokens, in one recorded st
 .. math:: J_{ij} = \sum_h P_{ij} S + t_{ij} u_{ij}^T + [i = j] \sum_l t_{il} b_l^T, \qquad
     S = B^T W^T, \quad t_{ij} = P_{ij} B^T (z_j - m_i), \quad u_{ij} = b_i - b_j, \quad b_j = \tfrac2s W z_j
 
-see `flowattn.attention.heads_jacobian`. The gradient of log|det(I + J)| after J is :math:`G = (I + J)^{-T}`, which comes
-with the value. On the way forward it is reduced to gradients after P, t, S and b, all far smaller than J, and on the way
-back to those of the tokens and weights. Recorded step by step the same takes a third longer.
+see `flowattn.attention.heads_jacobian`. The gradient of log|det(I + J)| after J is :math:`G = (I + J)^{-T}`, which
+comes with the value. While it is in the cache it is reduced to gradients after P, t, S and b, all far smaller; backward
+takes those to the tokens and weights. Recorded step by step the same takes a third longer.
 """
 
 from __future__ import annotations
@@ -62,41 +62,42 @@ class _AttentionLogAbsDet(torch.autograd.Function):
         centre = z.mean(-2, keepdim=True)
         z = (z - centre).mT.contiguous()
         P = _weights(z, bias)
-        BR = torch.cat([B, R * (2 / math.sqrt(width))], -1)
-        a, b = torch.einsum("hdo,bhdn->bhon", BR, z).split(features, 2)
+        BR = torch.cat([B, R * (2 / math.sqrt(width))], -1).expand(len(z), -1, -1, -1).flatten(0, 1)
+        a, b = torch.bmm(BR.mT, z.flatten(0, 1)).unflatten(0, z.shape[:2]).split(features, 2)
         mean = a @ P.mT
-        # -J rather than J, which is what is inverted: so are t and S
+        # All is computed of -J, so t and S have the other sign.
         t = (mean.unsqueeze(-1) - a.unsqueeze(-2)).mul_(P.unsqueeze(2))
         u = b.unsqueeze(-1) - b.unsqueeze(-2)
         S = (B.mT @ R).neg_()
         logabsdet, ctx.of_pairs = _determinant(P, t, S, u, b)
-        ctx.known = centre, z, BR, P, a, t
-        return (mean.mT + centre @ B).sum(1), logabsdet
+        ctx.known = centre, z, BR, P, a
+        return mean.sum(1).mT + (centre.flatten(1) @ B.flatten(0, 1)).unsqueeze(1), logabsdet
 
     @staticmethod
     def backward(ctx: Any, g_value: Tensor, g: Tensor) -> Any:
         *given, bias = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not can_look(g_value, g):
             given = [t for t in (*given, bias) if t is not None]
             pull = torch.func.vjp(_step_by_step, *given)[1]
             return *pull((g_value, g)), *[None] * (4 - len(given))
         _, B, R = given
-        centre, z, BR, P, a, t = ctx.known
+        centre, z, BR, P, a = ctx.known
         features, steep = B.shape[-1], 2 / math.sqrt(B.shape[1])
         g = g.neg().view(-1, 1, 1, 1)
-        dP, dt, dS, db = ctx.of_pairs
-        dt = dt * g.unsqueeze(-1)
-        turned = dt * P.unsqueeze(2)
-        dmean = turned.sum(-1) + g_value.mT.unsqueeze(1)
-        da = dmean @ P - turned.sum(-2)
-        weighted = torch.addcmul((dt * t).sum(2), P, torch.addcmul(dmean.mT @ a, dP, g))
+        of_logits, dS, *changes = ctx.of_pairs
+        rows, columns, db = (change * g for change in changes)
+        dmean = rows + g_value.mT.unsqueeze(1)
+        da = dmean @ P - columns
+        weighted = torch.addcmul(of_logits * g, P, dmean.mT @ a)
         dlogits = weighted - P * weighted.sum(-1, keepdim=True)
+        # Rows add up to zero. Where a token sees little but itself, its own entry would be nothing but rounding.
+        dlogits.diagonal(dim1=-2, dim2=-1).sub_(dlogits.sum(-1))
         pairs = dlogits + dlogits.mT
-        pairs.diagonal(dim1=-2, dim2=-1).zero_()  # a token's distance to itself stays: all else there is rounding
-        dab = torch.cat([da, db * g], 2)
-        dz = torch.addcmul(z @ pairs, z, pairs.sum(-2, keepdim=True), value=-1).mul_(steep) + BR @ dab
+        dab = torch.cat([da, db], 2)
+        moved = torch.addcmul(z @ pairs, z, pairs.sum(-2, keepdim=True), value=-1)
+        dz = torch.baddbmm(moved.flatten(0, 1), BR, dab.flatten(0, 1), beta=steep).view_as(z)
         dBR = (z @ dab.mT).sum(0)
-        dS = (dS * g).sum(0)
+        dS = (g.view(1, -1) @ dS.flatten(1)).view(dS.shape[1:])
         dB = dBR[..., :features] + centre.squeeze(2).movedim(0, -1) @ g_value.sum(1) - R @ dS.mT
         dR = dBR[..., features:] * steep - B @ dS
         return dz.mT, dB, dR, dlogits.sum_to_size(bias.shape) if ctx.needs_input_grad[3] else None
@@ -115,7 +116,11 @@ def _weights(z: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _determinant(P: Tensor, t: Tensor, S: Tensor, u: Tensor, b: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """log|det(I - A)| for the A of these parts, and its gradients after P, t, S and b, but for their sign."""
+    """log|det(I - A)| for the A of these parts, and what backward needs of its gradient, but for the sign.
+
+    With d for the gradient after what follows, these are P dP, t being a product with P; dS; the sums of P dt over keys
+    and over queries, which are for the means and for a; and db.
+    """
     batch, heads, out, tokens, _ = t.shape
     features, size = u.shape[2], out * tokens
     own = (b @ t.flatten(2, 3).mT).sum(1).unflatten(-1, (out, tokens))
@@ -131,17 +136,21 @@ def _determinant(P: Tensor, t: Tensor, S: Tensor, u: Tensor, b: Tensor) -> tuple
     _by_pairs(N, A).copy_(A)
     found, logabsdet = invert(N)
     G = A.copy_(_by_pairs(found, A))
-    flat = G.view(batch, out * features, -1)
-    dP = (S.view(heads, -1) @ flat).view_as(P)
+    flat = G.flatten(1, 2).flatten(2)
+    dP = (S.flatten(1) @ flat).view_as(P)
     dS = torch.bmm(P.flatten(2), flat.mT).unflatten(2, (out, features))
     down = G.diagonal(dim1=3, dim2=4).mT.reshape(batch, size, features)
-    dt, db, room = torch.empty_like(t), torch.empty_like(b), torch.empty_like(A)
+    room = N.flatten()[: A.numel()].view_as(A)
+    dts, dbs = [], []
     for h in range(heads):
         along = torch.mul(G, u[:, h].unsqueeze(1), out=room).sum(2)
-        torch.baddbmm(along.flatten(1, 2), down, b[:, h], out=dt[:, h].flatten(1, 2))
+        dts.append(along.flatten(1, 2).baddbmm_(down, b[:, h]).view_as(along))
         du = torch.mul(G, t[:, h].unsqueeze(2), out=room).sum(1)
-        torch.baddbmm(du.sum(-1) - du.sum(-2), down.mT, t[:, h].flatten(1, 2), out=db[:, h])
-    return logabsdet, [dP, dt, dS, db]
+        dbs.append((du.sum(-1) - du.sum(-2)).baddbmm_(down.mT, t[:, h].flatten(1, 2)))
+    dt, db = (parts[0].unsqueeze(1) if heads == 1 else torch.stack(parts, 1) for parts in (dts, dbs))
+    of_logits = torch.addcmul((dt * t).sum(2), P, dP)
+    dt.mul_(P.unsqueeze(2))
+    return logabsdet, [of_logits, dS, dt.sum(-1), dt.sum(-2), db]
 
 
 def _by_pairs(matrices: Tensor, like: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ def single_head_bound(
     product, mixed = single_head_norms(W, B, spectral_norm)
     if ball is not None:
         return torch.minimum(stretch, ball).squeeze(-2) * product
-    return product + (stretch.squeeze(-2) - 1) * mixed
+    return torch.addcmul(product, stretch.squeeze(-2) - 1, mixed)
 
 
 def infinity_bound(

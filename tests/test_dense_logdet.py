@@ -1,0 +1,129 @@
+"""The log-determinant of dense attention in one step: the same as step by step, in value and in every gradient."""
+
+import pytest
+import torch
+
+from flowattn.contractions import L2SelfAttention
+from flowattn.contractions.dense_logdet import _AttentionLogAbsDet, _step_by_step, attention_logabsdet
+
+
+def factors(batch=3, heads=2, tokens=4, width=2, features=3, bias=None, scale=0.15, offset=0.0, dtype=torch.float64):
+    """Tokens, B, R and a bias whose Jacobian is below 1; leaves, all of them."""
+    torch.manual_seed(0)
+    given = [
+        torch.randn(batch, heads, tokens, width, dtype=dtype) + offset,
+        scale * torch.randn(heads, width, features, dtype=dtype),
+        torch.randn(heads, width, features, dtype=dtype),
+    ]
+    if bias is not None:
+        given.append(torch.randn(*bias, tokens, dtype=dtype))
+    return [t.requires_grad_() for t in given]
+
+
+def value_and_gradients(function, given):
+    value, logabsdet = function(*given)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in (value, logabsdet)]
+    return [value, logabsdet, *torch.autograd.grad([value, logabsdet], given, weights)]
+
+
+SHAPES = {
+    "one head": {"heads": 1},
+    "three heads": {"heads": 3},
+    "one token": {"tokens": 1},
+    "as wide as a multiple of eight": {"tokens": 8, "features": 2},
+    "many, by series": {"batch": 64, "tokens": 13, "width": 3, "scale": 0.004},
+    "many, by elimination": {"batch": 64, "tokens": 13, "width": 3, "scale": 0.1},
+    "a bias of each head": {"bias": (2, 4)},
+    "a bias of each sample, in one row": {"bias": (3, 1, 1)},
+    "far from the origin": {"offset": 1e4},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_it_is_what_it_is_step_by_step(shape):
+    given = factors(**shape)
+    found, expected = (value_and_gradients(f, given) for f in (attention_logabsdet, _step_by_step))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10 * other.abs().max().item())
+
+
+def test_it_is_taken_by_dense_blocks_that_train(monkeypatch):
+    calls = []
+    apply = _AttentionLogAbsDet.apply
+    monkeypatch.setattr(_AttentionLogAbsDet, "apply", lambda *given: calls.append(given) or apply(*given))
+    f, x = L2SelfAttention(2, 2), torch.randn(3, 4, 2)
+    f.forward_and_logabsdet(x)
+    assert len(calls) == 1
+    with torch.no_grad():
+        f.forward_and_logabsdet(x)
+    L2SelfAttention(2, 2, radius=1.0).forward_and_logabsdet(x)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("bias", [None, (4,)])
+def test_derivatives_are_those_of_finite_differences(bias):
+    given = factors(batch=2, bias=bias)
+    assert torch.autograd.gradcheck(attention_logabsdet, given)
+    assert torch.autograd.gradgradcheck(attention_logabsdet, given)
+
+
+def test_only_what_is_asked_for_is_differentiated():
+    z, B, R = factors()
+    fixed = [z.detach(), B, R.detach()]
+    attention_logabsdet(*fixed)[1].sum().backward()
+    whole = torch.autograd.grad(attention_logabsdet(z, B, R)[1].sum(), B)[0]
+    torch.testing.assert_close(B.grad, whole)
+
+
+def test_a_second_pass_backwards_finds_what_the_first_found():
+    given = factors()
+    total = sum(t.sum() for t in attention_logabsdet(*given))
+    first, second = (torch.autograd.grad(total, given, retain_graph=True) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_many_gradients_at_a_time_are_those_one_by_one():
+    z, B, R = factors()
+    logabsdet = attention_logabsdet(z, B, R)[1]
+    rows = torch.eye(len(logabsdet), dtype=z.dtype)
+    (together,) = torch.autograd.grad(logabsdet, B, rows, retain_graph=True, is_grads_batched=True)
+    one_by_one = [torch.autograd.grad(logabsdet, B, row, retain_graph=True)[0] for row in rows]
+    torch.testing.assert_close(together, torch.stack(one_by_one))
+
+
+def test_the_gradient_of_one_sample_does_not_depend_on_its_batch_mates():
+    z, B, R = (t.detach() for t in factors(batch=5))
+    z.requires_grad_()
+    (whole,) = torch.autograd.grad(attention_logabsdet(z, B, R)[1].sum(), z)
+    (alone,) = torch.autograd.grad(attention_logabsdet(z[:1], B, R)[1].sum(), z)
+    torch.testing.assert_close(whole[:1], alone[:1], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("size", "offset", "tolerance"), [(1.0, 0.0, 1e-5), (30.0, 0.0, 2e-3), (30.0, 1e3, 3e-4), (1e3, 0.0, 1e-3)]
+)
+def test_single_precision_keeps_its_digits(size, offset, tolerance):
+    torch.manual_seed(0)
+    f = L2SelfAttention(3, 1)
+    x = size * torch.randn(16, 13, 3) + offset
+
+    def gradient(f, x):
+        x = x.clone().requires_grad_()
+        value, logabsdet = f.forward_and_logabsdet(x)
+        (value.square().sum() * 1e-3 + logabsdet.sum()).backward()
+        return [x.grad, logabsdet.detach()]
+
+    single = gradient(f, x)
+    double = gradient(f.double(), x.double())
+    for one, other in zip(single, double, strict=True):
+        assert (one - other).abs().max() < tolerance * other.abs().max()
+
+
+def test_an_empty_batch_has_gradients_too():
+    given = factors(batch=0)
+    value, logabsdet = attention_logabsdet(*given)
+    assert value.shape == (0, 4, 3) and logabsdet.shape == (0,)
+    (value.sum() + logabsdet.sum()).backward()
+    assert all((t.grad == 0).all() for t in given)
