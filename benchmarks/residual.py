@@ -4,14 +4,14 @@
 
 prints the time of a training step (forward, log-determinant, backward) with the exact log-determinant over that of
 normflows' default, the unbiased estimator with its memory saving; then the time of the inverse to a certified error of
-1e-5 over that of normflows' inverse, as it comes and asked for as small a step, with the true error of each; then how
-both steps grow with the number of tokens.
+1e-5 over that of normflows' inverse: the call `inverse` of each, which gives the point and its log-determinant, and the
+point alone, theirs as it comes and asked for as small a step, with the true error of each; then how both steps grow
+with the number of tokens.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 
 import normflows
 import numpy as np
@@ -48,27 +48,31 @@ def rivals(contraction: Contraction, x: Tensor) -> dict:
 
 
 def inverses(contraction: Contraction, x: Tensor) -> tuple[dict, dict]:
-    """The inverse of each, and the true error of each."""
-    theirs = normflows.flows.Residual(contraction, reverse=False).iresblock
+    """The inverse of each, with and without its log-determinant, and the true error of each point."""
+    ours = ResidualTransform(contraction, solver=Solver(tolerance=1e-5)).eval()
+    theirs = normflows.flows.Residual(contraction, reverse=False).eval()
     precise = copy.deepcopy(contraction).double()
     with torch.no_grad():
         y = x + contraction(x)
         truth = Solver(tolerance=1e-12).solve(precise, y.double()).x
 
-    def ours_run() -> Tensor:
-        return Solver(tolerance=1e-5).solve(contraction, y).x
+    def run(function, **options):
+        def call() -> Tensor:
+            with torch.no_grad():
+                return function(y, **options)
 
-    def theirs_run(**tolerances: float) -> Tensor:
-        with torch.no_grad():
-            return theirs._inverse_fixed_point(y, **tolerances)
+        return call
 
-    runs = {
-        "flowattn": ours_run,
-        "normflows": theirs_run,
+    calls = {"flowattn": run(ours.inverse), "normflows": run(theirs.inverse)}
+    fixed_point = theirs.iresblock._inverse_fixed_point
+    points = {
+        "point of flowattn": lambda: ours.solver.solve(contraction, y).x,
+        "point of normflows": run(fixed_point),
         # It compares squares of its steps with its tolerance.
-        "normflows to 1e-5": functools.partial(theirs_run, atol=1e-10, rtol=0.0),
+        "point of normflows to 1e-5": run(fixed_point, atol=1e-10, rtol=0.0),
     }
-    return runs, {name: token_norm(run().double() - truth).max().item() for name, run in runs.items()}
+    errors = {name: token_norm(point().double() - truth).max().item() for name, point in points.items()}
+    return calls | points, errors
 
 
 def main(rounds: int = 25) -> None:
@@ -83,19 +87,20 @@ def main(rounds: int = 25) -> None:
         x = torch.randn(batch, tokens, features)
         t = medians(rivals(L2SelfAttention(features, heads, causal=causal), x), rounds, str(shape))
         print(_row(shape, "causal" if causal else "dense", t), flush=True)
-    print("\nInverse to a certified error of 1e-5, over normflows': time ratio, and largest true error of a sample.")
-    print("| B x N x D x H | structure | flowattn, ms | of normflows | of normflows to 1e-5 | errors of the three |")
-    print("|---|---|---|---|---|---|")
+    print("\nInverse to a certified error of 1e-5, over normflows': point and log-determinant, then the point alone,")
+    print("and the largest true errors of a sample: ours, theirs, theirs to 1e-5.")
+    print("| B x N x D x H | structure | ms | ratio | point, ms | ratio | ratio, theirs to 1e-5 | errors of these |")
+    print("|---|---|---|---|---|---|---|---|")
     for shape, causal in [*((s, True) for s in CAUSAL), *((s, False) for s in DENSE), ((128, 64, 64, 8), False)]:
         batch, tokens, features, heads = shape
         runs, errors = inverses(
             L2SelfAttention(features, heads, causal=causal, coefficient=0.9), torch.randn(batch, tokens, features)
         )
-        t = medians(runs, rounds, str(shape))
-        ratios = " | ".join(f"{t['flowattn'] / t[name]:.2f}" for name in list(t)[1:])
+        whole, of_whole, point, *of_point = medians(runs, rounds, str(shape)).values()
         name, structure = "x".join(map(str, shape)), "causal" if causal else "dense"
+        ratios = " | ".join(f"{point / other:.2f}" for other in of_point)
         print(
-            f"| {name} | {structure} | {t['flowattn']:.1f} | {ratios} | "
+            f"| {name} | {structure} | {whole:.1f} | {whole / of_whole:.2f} | {point:.1f} | {ratios} | "
             f"{', '.join(f'{error:.0e}' for error in errors.values())} |",
             flush=True,
         )
