@@ -24,9 +24,11 @@ from flowattn.inverse import Solver
 from flowattn.lipschitz import token_norm
 from flowattn.logdet import ExactLogDet
 from flowattn.transforms import ResidualTransform
+from flowattn.transforms.parts import contractive_attention
 
 CAUSAL = [(32, 64, 16, 4), (16, 128, 32, 4), (8, 256, 64, 8)]
 DENSE = [(64, 4, 2, 1), (64, 13, 3, 1)]
+LIFTED = (64, 13, 3, 4)
 GROWTH = [(8, tokens, 32, 4) for tokens in (32, 64, 128, 256, 512)]
 
 
@@ -87,6 +89,10 @@ def main(rounds: int = 25) -> None:
         x = torch.randn(batch, tokens, features)
         t = medians(rivals(L2SelfAttention(features, heads, causal=causal), x), rounds, str(shape))
         print(_row(shape, "causal" if causal else "dense", t), flush=True)
+    batch, tokens, features, heads = LIFTED
+    lifted = contractive_attention(features, heads, lift=32, coefficient=0.97)
+    t = medians(rivals(lifted, torch.randn(batch, tokens, features)), rounds, str(LIFTED))
+    print(_row(LIFTED, "dense, lifted to 32", t), flush=True)
     print("\nInverse to a certified error of 1e-5, over normflows': point and log-determinant, then the point alone,")
     print("and the largest true errors of a sample: ours, theirs, theirs to 1e-5.")
     print("| B x N x D x H | structure | ms | ratio | point, ms | ratio | ratio, theirs to 1e-5 | errors of these |")

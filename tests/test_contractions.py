@@ -38,6 +38,13 @@ def chain(**options):
     )
 
 
+def lifted(**options):
+    """The same with affine maps around attention."""
+    return Compose(
+        TokenLinear(FEATURES, 6), L2SelfAttention(6, 2, coefficient=None, **options), TokenLinear(6, FEATURES)
+    )
+
+
 CONTRACTIONS = {
     "attention": lambda: L2SelfAttention(FEATURES, 3),
     "attention, free": lambda: L2SelfAttention(FEATURES, 1, coefficient=None),
@@ -73,6 +80,26 @@ CONTRACTIONS = {
     "chain": chain,
     "chain, causal": lambda: chain(causal=True, position_bias="alibi"),
     "chain, ball and context": lambda: chain(radius="learned", context_features=CONTEXT),
+    "chain, affine": lifted,
+    "chain, affine, ball and context": lambda: lifted(radius="learned", context_features=CONTEXT),
+    "chain, affine, causal": lambda: lifted(causal=True, position_bias="alibi", radius=1.0, head_features=2),
+    "chain, lifted twice": lambda: Compose(
+        TokenLinear(FEATURES, 5, coefficient=0.8),
+        FeedForward(5, 1, num_layers=1, coefficient=None, out_features=6, context_features=CONTEXT),
+        L2SelfAttention(6, 2, coefficient=None, context_features=CONTEXT, position_bias="alibi"),
+        TokenLinear(6, 4, coefficient=0.9),
+        TokenLinear(4, FEATURES),
+    ),
+    "chain, causal, context after attention": lambda: Compose(
+        TokenLinear(FEATURES, 4),
+        L2SelfAttention(4, 2, coefficient=None, causal=True),
+        FeedForward(4, 1, num_layers=1, coefficient=None, out_features=FEATURES, context_features=CONTEXT),
+    ),
+    "chain, networks around attention": lambda: Compose(
+        FeedForward(FEATURES, 5, coefficient=None, out_features=4),
+        L2SelfAttention(4, 2, coefficient=None),
+        FeedForward(4, 5, coefficient=None, out_features=FEATURES),
+    ),
     "chain, free": lambda: Compose(TokenLinear(FEATURES, 6), TokenLinear(6, FEATURES), coefficient=None),
     "chain of attention": lambda: Compose(
         L2SelfAttention(FEATURES, 3, causal=True, coefficient=0.9),
@@ -636,6 +663,20 @@ def test_bound_of_a_chain_is_the_product():
     for norm in ("token", "inf", "2"):
         product = math.prod(part.lipschitz_bound(7, norm).item() for part in (lift, attention, back))
         assert f.lipschitz_bound(7, norm).item() == pytest.approx(product, rel=1e-6)
+
+
+def test_attention_among_affine_maps_builds_no_jacobian_of_its_own_width(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("the inner Jacobian was asked for")
+
+    for name in ("forward_and_jacobian", "forward_and_diagonal"):
+        monkeypatch.setattr(L2SelfAttention, name, refuse)
+    x = torch.randn(2, TOKENS, FEATURES)
+    lifted(radius=1.0).forward_and_logabsdet(x)
+    lifted(causal=True).forward_and_diagonal(x)
+    lifted().forward_and_jacobian(x)
+    with pytest.raises(AssertionError, match="inner Jacobian"):
+        chain().forward_and_jacobian(x)
 
 
 def test_rows_of_a_chain_count_only_what_they_see():

@@ -230,39 +230,57 @@ class L2SelfAttention(_SelfAttention):
         return self._join(m), push
 
     def free_diagonal(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, TokenBlocks]:
-        y = self._heads(x, mask, context)
-        m, C = diagonal_blocks(self._ball(y), self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
-        if self.radius is not None:
-            C = C @ into_ball_jacobian(y, self.radius)
-        return self._join(m), HeadBlocks(C, self.W, self.B, x.new_ones(1))
+        return self.diagonal_with(self.W, self.B, x, mask, context)
 
     def free_jacobian(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self._jacobian(x, mask, context, self.B)
+        return self.jacobian_with(self.W, self.B, x, mask, context)
 
     def scaled_jacobian(
         self, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        if scale.numel() == 1:
-            return self._jacobian(x, mask, context, self.B * scale)
+        if scale.numel() == 1:  # there are fewer weights than entries
+            return self.jacobian_with(self.W, self.B * scale, x, mask, context)
         return super().scaled_jacobian(x, mask, context, scale)
 
     def scaled_logabsdet(
         self, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
         if scale.numel() == 1 and not self.causal:
-            return attention_logabsdet(*self._factors(x, mask, context, self.B * scale))
+            return self.logabsdet_with(self.W, self.B * scale, x, mask, context)
         return super().scaled_logabsdet(x, mask, context, scale)
 
-    def _jacobian(self, x: Tensor, mask: Tensor | None, context: Tensor | None, B: Tensor) -> tuple[Tensor, Tensor]:
-        return heads_jacobian(*self._factors(x, mask, context, B), causal=self.causal)
+    # Between linear maps, x = V w before it and U f(x) after it, attention has the derivatives of one with other
+    # matrices, W^T V for W^T and B U^T for B. These are for whoever knows such matrices; the weights P are those of x.
+
+    def diagonal_with(
+        self, W: Tensor, B: Tensor, x: Tensor, mask: Tensor | None, context: Tensor | None
+    ) -> tuple[Tensor, TokenBlocks]:
+        """The averages times B, and the diagonal blocks of the Jacobian with W and B in place of this module's."""
+        y = self._heads(x, mask, context)
+        m, C = diagonal_blocks(self._ball(y), self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
+        if self.radius is not None:
+            C = C @ into_ball_jacobian(y, self.radius)
+        return m.transpose(1, 2).flatten(2) @ B, HeadBlocks(C, W, B, x.new_ones(1))
+
+    def jacobian_with(
+        self, W: Tensor, B: Tensor, x: Tensor, mask: Tensor | None, context: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The same with the whole Jacobian."""
+        return heads_jacobian(*self._factors(W, B, x, mask, context), causal=self.causal)
+
+    def logabsdet_with(
+        self, W: Tensor, B: Tensor, x: Tensor, mask: Tensor | None, context: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The same with log|det(I + J)| of that, without a causal mask."""
+        return attention_logabsdet(*self._factors(W, B, x, mask, context))
 
     def _factors(
-        self, x: Tensor, mask: Tensor | None, context: Tensor | None, B: Tensor
+        self, W: Tensor, B: Tensor, x: Tensor, mask: Tensor | None, context: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """What the Jacobian is made of: the tokens z of each head, B, dz / dx, and the bias."""
         y = self._heads(x, mask, context)
         heads = (self.num_heads, self.head_features)
-        R = self.W.mT.unflatten(0, heads)
+        R = W.mT.unflatten(0, heads)
         if self.radius is not None:
             R = into_ball_jacobian(y, self.radius) @ R.unsqueeze(1)
         return self._ball(y), B.unflatten(0, heads), R, self._bias(x.shape[1], mask, x.dtype)

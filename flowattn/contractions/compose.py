@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flowattn.contractions.attention import L2SelfAttention
 from flowattn.contractions.base import Contraction, Push, Structure
 from flowattn.contractions.blocks import DenseBlocks, TokenBlocks
+from flowattn.contractions.feed_forward import FeedForward
 from flowattn.lipschitz.norms import Norm, token_norm
 
 
@@ -18,7 +21,8 @@ class Compose(Contraction):
 
     The bound is the product of the parts' bounds, row by row; the Jacobian is the product of theirs, so it is
     tokenwise, causal or dense as the least of them. The parts are usually free (``coefficient=None``), and have any
-    widths inside.
+    widths inside. L2 attention among affine maps is taken as attention of the outer width: no Jacobian of the inner
+    width, which may be far larger, is built.
 
     Example:
         >>> from flowattn.contractions import L2SelfAttention, TokenLinear
@@ -55,6 +59,7 @@ class Compose(Contraction):
         )
         self.parts = nn.ModuleList(parts)
         self.structure = functools.reduce(join, (p.structure for p in parts))
+        self.lifted = _lifted(parts)
         lengths = [p.max_tokens for p in parts if p.max_tokens is not None]
         self.max_tokens = min(lengths) if lengths else None
 
@@ -87,6 +92,10 @@ class Compose(Contraction):
     def free_diagonal(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, TokenBlocks]:
         if self.structure == "dense":
             return super().free_diagonal(x, mask, context)
+        if self.lifted is not None:
+            attention, shift, *given = self._between(self.lifted, x, mask, context)
+            value, blocks = attention.diagonal_with(*given)
+            return value + shift, blocks
         product: Tensor | None = None
         for part in self.parts:
             assert isinstance(part, Contraction)
@@ -96,17 +105,55 @@ class Compose(Contraction):
         return x, DenseBlocks(product)
 
     def free_jacobian(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.lifted is not None:
+            attention, shift, *given = self._between(self.lifted, x, mask, context)
+            value, J = attention.jacobian_with(*given)
+            return value + shift, J
+        blocks: Tensor | None = None  # of the tokens, until they are mixed
         product: Tensor | None = None
         for part in self.parts:
             assert isinstance(part, Contraction)
-            if part.structure == "tokenwise" and product is not None:
-                x, blocks = part.forward_and_diagonal(x, mask, self._for(part, context))
-                product = torch.einsum("bnij,bnjmk->bnimk", blocks.dense(), product)
+            own_context = self._for(part, context)
+            if part.structure == "tokenwise":
+                x, own = part.forward_and_diagonal(x, mask, own_context)
+                if product is not None:
+                    product = torch.einsum("bnij,bnjmk->bnimk", own.dense(), product)
+                else:
+                    blocks = own.dense() if blocks is None else own.dense() @ blocks
                 continue
-            x, J = part.forward_and_jacobian(x, mask, self._for(part, context))
-            product = J if product is None else torch.einsum("bnipj,bpjmk->bnimk", J, product)
-        assert product is not None
+            x, J = part.forward_and_jacobian(x, mask, own_context)
+            if product is not None:
+                product = torch.einsum("bnipj,bpjmk->bnimk", J, product)
+            else:
+                product = J if blocks is None else torch.einsum("bnimj,bmjk->bnimk", J, blocks)
+        if product is None:
+            assert blocks is not None
+            product = torch.diag_embed(blocks.movedim(1, -1), dim1=1, dim2=3)
         return x, product
+
+    def scaled_logabsdet(
+        self, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if self.lifted is None or self.structure != "dense" or scale.numel() != 1:
+            return super().scaled_logabsdet(x, mask, context, scale)
+        attention, shift, W, B, *given = self._between(self.lifted, x, mask, context)
+        value, logabsdet = attention.logabsdet_with(W, B * scale, *given)
+        return value + shift * scale, logabsdet
+
+    def _between(self, place: int, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Any, ...]:
+        """The attention at this place, what the maps after it add to its values, and what its `..._with` take."""
+        before, (attention, *after) = self.parts[:place], self.parts[place:]
+        assert isinstance(attention, L2SelfAttention)
+        W: Tensor = attention.W
+        B: Tensor = attention.B
+        shift = x.new_zeros(1, 1, attention.features)
+        for part in before:
+            x = part(x, mask, self._for(part, context))
+        for part in reversed(before):
+            W = _matrix(part).mT @ W
+        for part in after:
+            B, shift = B @ _matrix(part).mT, part(shift)
+        return attention, shift, W, B, x, mask, self._for(attention, context)
 
     def row_bounds(self, num_tokens: int, mask: Tensor | None = None, norm: Norm = "token") -> Tensor:
         rows: Tensor | None = None
@@ -125,6 +172,22 @@ class Compose(Contraction):
 
     def extra_repr(self) -> str:
         return f"coefficient={self.coefficient}, structure={self.structure!r}"
+
+
+def _lifted(parts: tuple[Contraction, ...]) -> int | None:
+    """The place of L2 attention if all other parts are affine, so that they are as good as part of its matrices."""
+    places = [k for k, part in enumerate(parts) if not isinstance(part, FeedForward) or part.matrix is None]
+    if len(places) != 1 or not isinstance(parts[places[0]], L2SelfAttention):
+        return None
+    attention, *after = parts[places[0] :]
+    is_plain = attention.coefficient is None and all(part.context_features is None for part in after)
+    return places[0] if is_plain else None
+
+
+def _matrix(part: nn.Module) -> Tensor:
+    """The matrix of an affine part, scaled as the part is."""
+    assert isinstance(part, FeedForward) and part.matrix is not None
+    return part.matrix if part.coefficient is None else part.matrix * part.scale(num_tokens=1)
 
 
 def join(one: Structure, other: Structure) -> Structure:

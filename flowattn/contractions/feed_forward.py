@@ -95,6 +95,11 @@ class FeedForward(Contraction):
                 J = W.mT @ (slope.unsqueeze(-1) * J)
         return value, DenseBlocks(J.expand(*x.shape[:2], *J.shape[-2:]))
 
+    @property
+    def matrix(self) -> Tensor | None:
+        """The matrix [D_out, D_in] of a free map that is affine, and None of any other."""
+        return self.weights[0].mT if len(self.weights) == 1 else None
+
     def row_bounds(self, num_tokens: int, mask: Tensor | None = None, norm: Norm = "token") -> Tensor:
         if norm == "inf":
             bounds = [W.abs().sum(0).amax() for W in self.weights]
