@@ -13,6 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from flowattn.contractions import FeedForward, L2SelfAttention
 from flowattn.lipschitz import gram, lambert_w0, sequence_norm, spectral, spectral_norm_bound, token_norm
+from flowattn.lipschitz.memory import Remembered
 
 # -- norms of sequences
 
@@ -286,32 +287,43 @@ def test_large_matrices_take_few_squarings():
 
 def counting(monkeypatch):
     """The shapes of the matrices whose bounds are computed from now on."""
-    shapes = []
+    shapes, bound = [], spectral.largest_singular_value
 
-    def bound(matrix, tolerance=0.01):
+    def count(matrix, tolerance):
         shapes.append(list(matrix.shape))
-        return spectral_norm_bound(matrix, tolerance)
+        return bound(matrix, tolerance)
 
-    monkeypatch.setattr(spectral, "spectral_norm_bound", bound)
+    monkeypatch.setattr(spectral, "largest_singular_value", count)
     return shapes
 
 
 def test_a_bound_is_computed_once_while_weights_stay(monkeypatch):
-    shapes, norm = counting(monkeypatch), spectral.RememberedNorm(num_matrices=4)
+    norm = Remembered(spectral_norm_bound, num_calls=4)
     matrices = [torch.randn(3, 4), torch.randn(3, 4), torch.randn(4, 3), torch.randn(4, 3).double()]
+    bounds = list(map(spectral_norm_bound, matrices))
+    shapes = counting(monkeypatch)
     with torch.no_grad():
         for _ in range(3):
-            for matrix in matrices:
-                assert norm(matrix) == spectral_norm_bound(matrix)
+            for matrix, bound in zip(matrices, bounds, strict=True):
+                assert norm(matrix) == bound
     assert len(shapes) == 4
 
 
-def test_a_bound_is_remembered_for_its_precision_and_tolerance_only():
-    norm, matrix = spectral.RememberedNorm(num_matrices=3), torch.randn(40, 40)
+def test_a_bound_is_remembered_for_its_precision_only():
+    norm, matrix = Remembered(spectral_norm_bound, num_calls=2), torch.randn(40, 40)
     with torch.no_grad():
         assert norm(matrix).dtype == torch.float32
         assert norm(matrix.double()).dtype == torch.float64
-        assert norm(matrix, tolerance=0.3) == spectral_norm_bound(matrix, tolerance=0.3) > norm(matrix)
+
+
+def test_all_of_several_matrices_must_be_the_same():
+    both, one, other = Remembered(lambda *pair: (pair[0].sum(), pair[1].sum())), torch.ones(2, 2), torch.ones(3, 2)
+    with torch.no_grad():
+        assert both(one, other) == (4, 6)
+        other[2, 1] = 0
+        assert both(one, other) == (4, 5)
+        one[0, 0] = 0
+        assert both(one, other) == (3, 5)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +345,7 @@ def test_modules_remember_the_bounds_of_their_weights(module, monkeypatch):
 
 @pytest.mark.parametrize("by", ["in place", "data", "not a number"])
 def test_any_change_of_a_weight_is_noticed(by):
-    norm, matrix = spectral.RememberedNorm(num_matrices=1), torch.randn(5, 6)
+    norm, matrix = Remembered(spectral_norm_bound), torch.randn(5, 6)
     with torch.no_grad():
         norm(matrix)
         if by == "in place":
@@ -347,13 +359,13 @@ def test_any_change_of_a_weight_is_noticed(by):
 
 
 def test_what_is_remembered_is_limited():
-    norm = spectral.RememberedNorm(num_matrices=1)
+    norm = Remembered(spectral_norm_bound)
     with torch.no_grad():
         for _ in range(9):
             norm(torch.randn(2, 2))
     assert len(norm.known) == 1
     for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
-        assert len(other.known) == 0 and other.num_matrices == 1
+        assert len(other.known) == 0 and other.num_calls == 1 and other.function is spectral_norm_bound
 
 
 @pytest.mark.parametrize(
@@ -368,7 +380,7 @@ def test_what_is_remembered_is_limited():
     ids=["gradcheck", "vmap", "jacrev", "jacfwd", "fake"],
 )
 def test_nothing_is_remembered_while_somebody_else_is_looking(call, monkeypatch):
-    norm, matrix = spectral.RememberedNorm(num_matrices=1), torch.randn(3, 4, dtype=torch.float64)
+    norm, matrix = Remembered(spectral_norm_bound), torch.randn(3, 4, dtype=torch.float64)
     with torch.no_grad():
         norm(matrix)
         before, shapes = norm.known, counting(monkeypatch)
@@ -380,7 +392,7 @@ def test_nothing_is_remembered_while_somebody_else_is_looking(call, monkeypatch)
 
 @pytest.mark.filterwarnings("ignore")  # tracing warns of every size, and of itself
 def test_a_trace_follows_the_weights(without_shape_checks):
-    norm, matrix = spectral.RememberedNorm(num_matrices=1), torch.randn(3, 4)
+    norm, matrix = Remembered(spectral_norm_bound), torch.randn(3, 4)
     with torch.no_grad():
         norm(matrix)
         traced = torch.jit.trace(lambda matrix: norm(matrix), matrix, check_trace=False)
@@ -388,7 +400,7 @@ def test_a_trace_follows_the_weights(without_shape_checks):
 
 
 def test_a_remembered_bound_is_a_tensor_like_any_other(monkeypatch):
-    norm, matrix = spectral.RememberedNorm(num_matrices=1), torch.randn(3, 4)
+    norm, matrix = Remembered(spectral_norm_bound), torch.randn(3, 4)
     with torch.inference_mode():
         norm(matrix)
     shapes = counting(monkeypatch)
@@ -402,7 +414,7 @@ def test_a_remembered_bound_is_a_tensor_like_any_other(monkeypatch):
 
 
 def test_threads_may_share_a_memory():
-    matrices, norm, wrong = [torch.randn(4, 4) for _ in range(6)], spectral.RememberedNorm(num_matrices=3), []
+    matrices, norm, wrong = [torch.randn(4, 4) for _ in range(6)], Remembered(spectral_norm_bound, num_calls=3), []
 
     def run():
         with torch.no_grad():

@@ -35,8 +35,9 @@ from flowattn.lipschitz.bounds import (
     token_bound,
     visible_weight,
 )
+from flowattn.lipschitz.head_norms import head_norms, single_head_norms
+from flowattn.lipschitz.memory import Remembered
 from flowattn.lipschitz.norms import Norm, check_norm, token_norm
-from flowattn.lipschitz.spectral import RememberedNorm
 
 
 class _SelfAttention(Contraction):
@@ -160,7 +161,7 @@ class L2SelfAttention(_SelfAttention):
         if norm == "2" and causal and max_tokens is None:
             raise ValueError("norm='2' with causal=True needs max_tokens: its bound grows with the longest length.")
         self.norm = norm
-        self._spectral_norm = RememberedNorm(num_matrices=1 if num_heads == 1 else 2)
+        self._norms = Remembered(single_head_norms if num_heads == 1 else head_norms)
         inner = num_heads * self.head_features
         self.W = nn.Parameter(torch.randn(features, inner) / math.sqrt(features))
         self.B = nn.Parameter(torch.randn(inner, features) / math.sqrt(inner))
@@ -294,7 +295,7 @@ class L2SelfAttention(_SelfAttention):
         if norm == "inf":
             return infinity_bound(W, B, stretch, ball=ball)
         # An input of length 1 has tokens of length at most 1: in norm "2" its rows move no further than in this one.
-        return token_bound(W, B, stretch, ball=ball, spectral_norm=self._spectral_norm)
+        return token_bound(W, B, stretch, ball=ball, norms=self._norms)
 
     def whole_bound(self, rows: Tensor, norm: Norm) -> Tensor:
         return torch.linalg.vector_norm(rows, dim=-1) if norm == "2" else rows.amax(-1)

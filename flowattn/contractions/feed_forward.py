@@ -12,8 +12,9 @@ from flowattn.checks import check_choice, check_positive
 from flowattn.contractions.activations import ACTIVATIONS, Activation
 from flowattn.contractions.base import Contraction, Push
 from flowattn.contractions.blocks import DenseBlocks, TokenBlocks
+from flowattn.lipschitz.memory import Remembered
 from flowattn.lipschitz.norms import Norm
-from flowattn.lipschitz.spectral import RememberedNorm
+from flowattn.lipschitz.spectral import spectral_norm_bound
 
 
 class FeedForward(Contraction):
@@ -64,7 +65,7 @@ class FeedForward(Contraction):
             torch.randn(rows, columns) / math.sqrt(rows) for rows, columns in zip(fan_in, widths[1:], strict=True)
         )
         self.biases = nn.ParameterList(torch.zeros(width) for width in widths[1:])
-        self._spectral_norm = RememberedNorm(len(self.weights))
+        self._spectral_norm = Remembered(spectral_norm_bound, num_calls=len(self.weights))
         self.U: nn.Parameter | None = None
         if context_features is not None:
             check_positive(context_features=context_features)

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowattn.lipschitz.head_norms import head_norms, single_head_norms
+from flowattn.lipschitz.head_norms import Norms, head_norms, single_head_norms
 from flowattn.lipschitz.lambert import wright_omega
 from flowattn.lipschitz.spectral import spectral_norm_bound
 
@@ -139,7 +139,7 @@ def token_bound(
     stretch: Float[Tensor, "*batch #heads tokens"],
     *,
     ball: Float[Tensor, "*_ #heads #tokens"] | None = None,
-    spectral_norm: Callable[..., Tensor] = spectral_norm_bound,
+    norms: Callable[[Tensor, Tensor], Norms] | None = None,
 ) -> Float[Tensor, "*batch tokens"]:
     r"""The Lipschitz constant of each row of attention in the token norm is at most this.
 
@@ -147,15 +147,15 @@ def token_bound(
         |B|_2 \sqrt{\textstyle\sum_h (\kappa_i^h |W_h|_2)^2} \Bigr)
 
     with :math:`\kappa` the smaller of `stretch` and `ball`: by the triangle inequality, over heads or over the stack of
-    them. A single head has the tighter `single_head_bound`. `spectral_norm` takes a matrix and a tolerance.
+    them. A single head has the tighter `single_head_bound`. `norms` is `head_norms`, or remembers what it gave.
 
     Cost: that of the spectral norms, the same for any number of tokens.
     """
     if len(W) == 1:
-        return single_head_bound(W, B, stretch, ball=ball, spectral_norm=spectral_norm)
+        return single_head_bound(W, B, stretch, ball=ball, norms=norms)
     if ball is not None:
         stretch = torch.minimum(stretch, ball)
-    norm_W, norm_B, norm_of_all = head_norms(W, B, spectral_norm)
+    norm_W, norm_B, norm_of_all = (norms or head_norms)(W, B)
     stretched = stretch * norm_W.unsqueeze(-1)
     by_head = (stretched * norm_B.unsqueeze(-1)).sum(-2)
     return torch.minimum(by_head, norm_of_all * torch.linalg.vector_norm(stretched, dim=-2))
@@ -167,7 +167,7 @@ def single_head_bound(
     stretch: Float[Tensor, "*batch 1 tokens"],
     *,
     ball: Float[Tensor, "*_ 1 #tokens"] | None = None,
-    spectral_norm: Callable[..., Tensor] = spectral_norm_bound,
+    norms: Callable[[Tensor, Tensor], Norms] | None = None,
 ) -> Float[Tensor, "*batch tokens"]:
     r"""The `token_bound` of one head, which knows that B need not stretch most what W does.
 
@@ -186,7 +186,7 @@ def single_head_bound(
     \frac2s \operatorname{tr}\bigl(\tfrac12(\alpha B B^T + \alpha^{-1} W^T W) \Sigma_i\bigr) \le
     \frac2s \gamma \operatorname{tr} \Sigma_i`, and :math:`\operatorname{tr} \Sigma_i \le s W_0(S_i/e)`.
     """
-    product, mixed = single_head_norms(W, B, spectral_norm)
+    product, mixed = (norms or single_head_norms)(W, B)
     if ball is not None:
         return torch.minimum(stretch, ball).squeeze(-2) * product
     return torch.addcmul(product, stretch.squeeze(-2) - 1, mixed)

@@ -19,20 +19,20 @@ TOLERANCE, TOLERANCE_OF_ALL = 0.01, 0.085
 Norms = tuple[Tensor, ...]
 
 
-def head_norms(W: Tensor, B: Tensor, spectral_norm: Callable[..., Tensor] = spectral_norm_bound) -> Norms:
+def head_norms(W: Tensor, B: Tensor) -> Norms:
     """Upper bounds of the norms of W [H, D, d] and B [H, d, D] of each head, [H], and of the stack of all B, []."""
-    return _recorded(_HeadNorms, _head_norms, W, B, spectral_norm)
+    return _recorded(_HeadNorms, _head_norms, W, B)
 
 
-def single_head_norms(W: Tensor, B: Tensor, spectral_norm: Callable[..., Tensor] = spectral_norm_bound) -> Norms:
+def single_head_norms(W: Tensor, B: Tensor) -> Norms:
     r"""Upper bounds of :math:`|W||B|` and :math:`\tfrac12 |\alpha B B^T + \alpha^{-1} W^T W|` of one head, [1]."""
-    return _recorded(_SingleHeadNorms, _single_head_norms, W, B, spectral_norm)
+    return _recorded(_SingleHeadNorms, _single_head_norms, W, B)
 
 
-def _recorded(function: Any, plain: Callable[..., Norms], W: Tensor, B: Tensor, spectral_norm: Any) -> Norms:
+def _recorded(function: Any, plain: Callable[..., Norms], W: Tensor, B: Tensor) -> Norms:
     is_usual = W.shape[1] == B.shape[2] and W.dtype == B.dtype in (torch.float32, torch.float64)
     if not (is_usual and torch.is_grad_enabled() and can_look(W, B)) or in_forward_mode():
-        return plain(W, B, spectral_norm)
+        return plain(W, B)
     with without_autocast(W):
         norms: Norms = function.apply(W, B)
         return norms
@@ -41,12 +41,12 @@ def _recorded(function: Any, plain: Callable[..., Norms], W: Tensor, B: Tensor, 
 # -- many heads
 
 
-def _head_norms(W: Tensor, B: Tensor, spectral_norm: Callable[..., Tensor] = spectral_norm_bound) -> Norms:
+def _head_norms(W: Tensor, B: Tensor) -> Norms:
     if W.shape[1] == B.shape[2]:
-        norm_W, norm_B = spectral_norm(torch.cat([W.mT, B]), TOLERANCE).chunk(2)
+        norm_W, norm_B = spectral_norm_bound(torch.cat([W.mT, B]), TOLERANCE).chunk(2)
     else:
-        norm_W, norm_B = spectral_norm(W, TOLERANCE), spectral_norm(B, TOLERANCE)
-    return norm_W, norm_B, spectral_norm(B.flatten(0, 1), TOLERANCE_OF_ALL)
+        norm_W, norm_B = spectral_norm_bound(W, TOLERANCE), spectral_norm_bound(B, TOLERANCE)
+    return norm_W, norm_B, spectral_norm_bound(B.flatten(0, 1), TOLERANCE_OF_ALL)
 
 
 class _HeadNorms(torch.autograd.Function):
@@ -72,10 +72,10 @@ class _HeadNorms(torch.autograd.Function):
 # -- one head
 
 
-def _single_head_norms(W: Tensor, B: Tensor, spectral_norm: Callable[..., Tensor] = spectral_norm_bound) -> Norms:
+def _single_head_norms(W: Tensor, B: Tensor) -> Norms:
     pair, size = _scaled_pair(W, B)
     grams = pair @ pair.mT
-    norms = spectral_norm(torch.cat([grams, grams.mean(0, keepdim=True)]), TOLERANCE)
+    norms = spectral_norm_bound(torch.cat([grams, grams.mean(0, keepdim=True)]), TOLERANCE)
     return _joined(norms, size)
 
 
