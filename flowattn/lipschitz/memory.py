@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowattn.checks import can_look, nothing_is_recorded
 
-Found = TypeVar("Found", Tensor, tuple[Tensor, ...])
 
-
-class Remembered(Generic[Found]):
+class Remembered:
     """A function of matrices, computed once for those of the same values as long as no derivative is taken.
 
     An evaluation knows its weights from the call before. It compares every number, so there is nothing to reset: not
@@ -31,12 +29,12 @@ class Remembered(Generic[Found]):
         tensor(2.)
     """
 
-    def __init__(self, function: Callable[..., Found], num_calls: int = 1) -> None:
-        self.function: Callable[..., Found] = function
+    def __init__(self, function: Callable[..., Any], num_calls: int = 1) -> None:
+        self.function = function
         self.num_calls = num_calls
-        self.known: tuple[tuple[tuple[Tensor, ...], Found], ...] = ()
+        self.known: tuple[tuple[tuple[Tensor, ...], Any], ...] = ()
 
-    def __call__(self, *matrices: Tensor) -> Found:
+    def __call__(self, *matrices: Tensor) -> Any:
         """What the function gives for the matrices."""
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
         if not (nothing_is_recorded() and can_look(*matrices)) or is_traced or matrices[0].device.type != "cpu":
@@ -49,7 +47,7 @@ class Remembered(Generic[Found]):
         self.known = (*self.known, (tuple(t.clone() for t in matrices), found))[-self.num_calls :]
         return _copy(found)
 
-    def __reduce__(self) -> tuple[type[Remembered[Found]], tuple[Callable[..., Found], int]]:
+    def __reduce__(self) -> tuple[type[Remembered], tuple[Callable[..., Any], int]]:
         return Remembered, (self.function, self.num_calls)
 
 
@@ -57,5 +55,5 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-def _copy(found: Found) -> Found:
+def _copy(found: Any) -> Any:
     return found.clone() if isinstance(found, Tensor) else tuple(t.clone() for t in found)
