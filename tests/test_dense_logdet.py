@@ -4,16 +4,23 @@ import pytest
 import torch
 
 from flowattn.contractions import L2SelfAttention
-from flowattn.contractions.dense_logdet import _AttentionLogAbsDet, _step_by_step, attention_logabsdet
+from flowattn.contractions.dense_logdet import (
+    _AttentionLogAbsDet,
+    _BallLogAbsDet,
+    _step_by_step,
+    attention_logabsdet,
+)
 
 
-def factors(batch=3, heads=2, tokens=4, width=2, features=3, bias=None, scale=0.15, offset=0.0, dtype=torch.float64):
-    """Tokens, B, R and a bias whose Jacobian is below 1; leaves, all of them."""
+def factors(
+    batch=3, heads=2, tokens=4, width=2, features=3, bias=None, scale=0.15, offset=0.0, dtype=torch.float64, each=False
+):
+    """Tokens, B, R, for all tokens or for each, and a bias whose Jacobian is below 1; leaves, all of them."""
     torch.manual_seed(0)
     given = [
         torch.randn(batch, heads, tokens, width, dtype=dtype) + offset,
         scale * torch.randn(heads, width, features, dtype=dtype),
-        torch.randn(heads, width, features, dtype=dtype),
+        torch.randn(*((batch, heads, tokens) if each else (heads,)), width, features, dtype=dtype),
     ]
     if bias is not None:
         given.append(torch.randn(*bias, tokens, dtype=dtype))
@@ -40,30 +47,35 @@ SHAPES = {
 }
 
 
+each_kind = pytest.mark.parametrize("each", [False, True], ids=["one R", "an R of each token"])
+
+
+@each_kind
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_it_is_what_it_is_step_by_step(shape):
-    given = factors(**shape)
+def test_it_is_what_it_is_step_by_step(shape, each):
+    given = factors(**shape, each=each)
     found, expected = (value_and_gradients(f, given) for f in (attention_logabsdet, _step_by_step))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10 * other.abs().max().item())
 
 
-def test_it_is_taken_by_dense_blocks_that_train(monkeypatch):
+@pytest.mark.parametrize(("kind", "radius"), [(_AttentionLogAbsDet, None), (_BallLogAbsDet, 1.0)])
+def test_it_is_taken_by_dense_blocks_that_train(kind, radius, monkeypatch):
     calls = []
-    apply = _AttentionLogAbsDet.apply
-    monkeypatch.setattr(_AttentionLogAbsDet, "apply", lambda *given: calls.append(given) or apply(*given))
-    f, x = L2SelfAttention(2, 2), torch.randn(3, 4, 2)
+    apply = kind.apply
+    monkeypatch.setattr(kind, "apply", lambda *given: calls.append(given) or apply(*given))
+    f, x = L2SelfAttention(2, 2, radius=radius), torch.randn(3, 4, 2)
     f.forward_and_logabsdet(x)
     assert len(calls) == 1
     with torch.no_grad():
         f.forward_and_logabsdet(x)
-    L2SelfAttention(2, 2, radius=1.0).forward_and_logabsdet(x)
     assert len(calls) == 1
 
 
+@each_kind
 @pytest.mark.parametrize("bias", [None, (4,)])
-def test_derivatives_are_those_of_finite_differences(bias):
-    given = factors(batch=2, bias=bias)
+def test_derivatives_are_those_of_finite_differences(bias, each):
+    given = factors(batch=2, bias=bias, each=each)
     assert torch.autograd.gradcheck(attention_logabsdet, given)
     assert torch.autograd.gradgradcheck(attention_logabsdet, given)
 
@@ -76,16 +88,18 @@ def test_only_what_is_asked_for_is_differentiated():
     torch.testing.assert_close(B.grad, whole)
 
 
-def test_a_second_pass_backwards_finds_what_the_first_found():
-    given = factors()
+@each_kind
+def test_a_second_pass_backwards_finds_what_the_first_found(each):
+    given = factors(each=each)
     total = sum(t.sum() for t in attention_logabsdet(*given))
     first, second = (torch.autograd.grad(total, given, retain_graph=True) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
 
 
-def test_many_gradients_at_a_time_are_those_one_by_one():
-    z, B, R = factors()
+@each_kind
+def test_many_gradients_at_a_time_are_those_one_by_one(each):
+    z, B, R = factors(each=each)
     logabsdet = attention_logabsdet(z, B, R)[1]
     rows = torch.eye(len(logabsdet), dtype=z.dtype)
     (together,) = torch.autograd.grad(logabsdet, B, rows, retain_graph=True, is_grads_batched=True)
@@ -102,11 +116,19 @@ def test_the_gradient_of_one_sample_does_not_depend_on_its_batch_mates():
 
 
 @pytest.mark.parametrize(
-    ("size", "offset", "tolerance"), [(1.0, 0.0, 1e-5), (30.0, 0.0, 2e-3), (30.0, 1e3, 3e-4), (1e3, 0.0, 1e-3)]
+    ("size", "offset", "radius", "tolerance"),
+    [
+        (1.0, 0.0, None, 1e-5),
+        (30.0, 0.0, None, 2e-3),
+        (30.0, 1e3, None, 3e-4),
+        (1e3, 0.0, None, 1e-3),
+        (1.0, 0.0, 1.0, 1e-5),
+        (30.0, 0.0, 30.0, 2e-3),
+    ],
 )
-def test_single_precision_keeps_its_digits(size, offset, tolerance):
+def test_single_precision_keeps_its_digits(size, offset, radius, tolerance):
     torch.manual_seed(0)
-    f = L2SelfAttention(3, 1)
+    f = L2SelfAttention(3, 1, radius=radius)
     x = size * torch.randn(16, 13, 3) + offset
 
     def gradient(f, x):
@@ -121,8 +143,9 @@ def test_single_precision_keeps_its_digits(size, offset, tolerance):
         assert (one - other).abs().max() < tolerance * other.abs().max()
 
 
-def test_an_empty_batch_has_gradients_too():
-    given = factors(batch=0)
+@each_kind
+def test_an_empty_batch_has_gradients_too(each):
+    given = factors(batch=0, each=each)
     value, logabsdet = attention_logabsdet(*given)
     assert value.shape == (0, 4, 3) and logabsdet.shape == (0,)
     (value.sum() + logabsdet.sum()).backward()

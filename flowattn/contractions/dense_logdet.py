@@ -3,9 +3,10 @@ r"""log|det(I + J)| of attention between all pairs of tokens, in one recorded st
 .. math:: J_{ij} = \sum_h P_{ij} S + t_{ij} u_{ij}^T + [i = j] \sum_l t_{il} b_l^T, \qquad
     S = B^T W^T, \quad t_{ij} = P_{ij} B^T (z_j - m_i), \quad u_{ij} = b_i - b_j, \quad b_j = \tfrac2s W z_j
 
-see `flowattn.attention.heads_jacobian`. The gradient of log|det(I + J)| after J is :math:`G = (I + J)^{-T}`, which
-comes with the value. While it is in the cache it is reduced to gradients after P, t, S and b, all far smaller; backward
-takes those to the tokens and weights. Recorded step by step the same takes a third longer.
+see `flowattn.attention.heads_jacobian`; with a ball S and b differ from token to token. The gradient of log|det(I + J)|
+after J is :math:`G = (I + J)^{-T}`, which comes with the value. While it is in the cache it is reduced to gradients
+after P, t, S and b, all far smaller; backward takes those to the tokens and weights. Recorded step by step the same
+takes a third longer.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def attention_logabsdet(
     """
     given = (z, B, R) if bias is None else (z, B, R, bias)
     is_recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    if not (is_recorded and R.ndim == 3 and can_look(*given)) or in_forward_mode():
+    if not (is_recorded and can_look(*given)) or in_forward_mode():
         return _step_by_step(*given)
-    found: Found = _AttentionLogAbsDet.apply(z, B, R, bias)
+    found: Found = (_AttentionLogAbsDet if R.ndim == 3 else _BallLogAbsDet).apply(z, B, R, bias)
     return found
 
 
@@ -75,32 +76,77 @@ class _AttentionLogAbsDet(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_value: Tensor, g: Tensor) -> Any:
-        *given, bias = ctx.saved_tensors
         if torch.is_grad_enabled() or not can_look(g_value, g):
-            given = [t for t in (*given, bias) if t is not None]
-            pull = torch.func.vjp(_step_by_step, *given)[1]
-            return *pull((g_value, g)), *[None] * (4 - len(given))
-        _, B, R = given
+            return _differentiable(ctx.saved_tensors, g_value, g)
+        _, B, R, bias = ctx.saved_tensors
         centre, z, BR, P, a = ctx.known
         features, steep = B.shape[-1], 2 / math.sqrt(B.shape[1])
         g = g.neg().view(-1, 1, 1, 1)
-        of_logits, dS, *changes = ctx.of_pairs
-        rows, columns, db = (change * g for change in changes)
+        of_logits, rows, columns, dS, db = ctx.of_pairs
+        rows, columns, db = rows * g, columns * g, db * g
         dmean = rows + g_value.mT.unsqueeze(1)
         da = dmean @ P - columns
-        weighted = torch.addcmul(of_logits * g, P, dmean.mT @ a)
-        dlogits = weighted - P * weighted.sum(-1, keepdim=True)
-        # Rows add up to zero. Where a token sees little but itself, its own entry would be nothing but rounding.
-        dlogits.diagonal(dim1=-2, dim2=-1).sub_(dlogits.sum(-1))
-        pairs = dlogits + dlogits.mT
+        dlogits, moved = _through_logits(torch.addcmul(of_logits * g, P, dmean.mT @ a), P, z)
         dab = torch.cat([da, db], 2)
-        moved = torch.addcmul(z @ pairs, z, pairs.sum(-2, keepdim=True), value=-1)
         dz = torch.baddbmm(moved.flatten(0, 1), BR, dab.flatten(0, 1), beta=steep).view_as(z)
         dBR = (z @ dab.mT).sum(0)
         dS = (g.view(1, -1) @ dS.flatten(1)).view(dS.shape[1:])
         dB = dBR[..., :features] + centre.squeeze(2).movedim(0, -1) @ g_value.sum(1) - R @ dS.mT
         dR = dBR[..., features:] * steep - B @ dS
         return dz.mT, dB, dR, dlogits.sum_to_size(bias.shape) if ctx.needs_input_grad[3] else None
+
+
+class _BallLogAbsDet(torch.autograd.Function):
+    r"""The same for an R of each token, as a ball makes it: now :math:`S_j = B^T R_j`, and b has the two tokens.
+
+    .. math:: b_{ij} = \tfrac2s R_j^T z_i, \qquad u_{ij} = b_{ij} - b_{jj}, \qquad
+        \text{own}_i = \sum_l t_{il} b_{li}^T = \tfrac2s \tau_i R_i, \quad \tau_i = \sum_l t_{il} z_l^T
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, B: Tensor, R: Tensor, bias: Tensor | None) -> Found:
+        ctx.save_for_backward(z, B, R, bias)
+        centre = z.mean(-2, keepdim=True)
+        z = (z - centre).mT.contiguous()
+        P = _weights(z, bias)
+        a = B.mT @ z
+        mean = a @ P.mT
+        t = (mean.unsqueeze(-1) - a.unsqueeze(-2)).mul_(P.unsqueeze(2))
+        logabsdet, ctx.of_pairs = _ball_determinant(P, t, z, B, R * (2 / math.sqrt(len(B[0]))))
+        ctx.known = centre, z, P, a
+        return mean.sum(1).mT + (centre.flatten(1) @ B.flatten(0, 1)).unsqueeze(1), logabsdet
+
+    @staticmethod
+    def backward(ctx: Any, g_value: Tensor, g: Tensor) -> Any:
+        if torch.is_grad_enabled() or not can_look(g_value, g):
+            return _differentiable(ctx.saved_tensors, g_value, g)
+        _, B, _, bias = ctx.saved_tensors
+        centre, z, P, a = ctx.known
+        g = g.neg().view(-1, 1, 1, 1)
+        of_logits, rows, columns, dz, dB, dR = ctx.of_pairs
+        dmean = torch.addcmul(g_value.mT.unsqueeze(1), rows, g)
+        da = torch.addcmul(dmean @ P, columns, g, value=-1)
+        dlogits, moved = _through_logits(torch.addcmul(of_logits * g, P, dmean.mT @ a), P, z)
+        dz = torch.addcmul(torch.add(B @ da, moved, alpha=2 / math.sqrt(len(B[0]))), dz, g)
+        own = (g.view(1, -1) @ dB.flatten(1)).view_as(B)
+        dB = (z @ da.mT).sum(0) + centre.squeeze(2).movedim(0, -1) @ g_value.sum(1) + own
+        return dz.mT, dB, dR * g.unsqueeze(-1), dlogits.sum_to_size(bias.shape) if ctx.needs_input_grad[3] else None
+
+
+def _differentiable(given: tuple[Tensor | None, ...], g_value: Tensor, g: Tensor) -> Any:
+    """The gradients of all that is given, recorded."""
+    tensors = [t for t in given if t is not None]
+    pull = torch.func.vjp(_step_by_step, *tensors)[1]
+    return *pull((g_value, g)), *[None] * (len(given) - len(tensors))
+
+
+def _through_logits(weighted: Tensor, P: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients after the logits and, but for a factor of 2 / s, the tokens, from P times that after P."""
+    dlogits = weighted - P * weighted.sum(-1, keepdim=True)
+    # Rows add up to zero. Where a token sees little but itself, its own entry would be nothing but rounding.
+    dlogits.diagonal(dim1=-2, dim2=-1).sub_(dlogits.sum(-1))
+    pairs = dlogits + dlogits.mT
+    return dlogits, torch.addcmul(z @ pairs, z, pairs.sum(-2, keepdim=True), value=-1)
 
 
 def _weights(z: Tensor, bias: Tensor | None) -> Tensor:
@@ -122,35 +168,78 @@ def _determinant(P: Tensor, t: Tensor, S: Tensor, u: Tensor, b: Tensor) -> tuple
     and over queries, which are for the means and for a; and db.
     """
     batch, heads, out, tokens, _ = t.shape
-    features, size = u.shape[2], out * tokens
-    own = (b @ t.flatten(2, 3).mT).sum(1).unflatten(-1, (out, tokens))
-    A = P[:, 0, None, None] * S[0, :, :, None, None]
-    for h in range(heads):
-        if h > 0:
-            A.addcmul_(P[:, h, None, None], S[h, :, :, None, None])
-        A.addcmul_(t[:, h].unsqueeze(2), u[:, h].unsqueeze(1))
-    A.diagonal(dim1=3, dim2=4).add_(own.transpose(1, 2))
-    # Matrices of a width that is a multiple of eight are multiplied in two thirds of the time.
-    wide = size + -size % 8
-    N = A.new_zeros(batch, wide, wide)
-    _by_pairs(N, A).copy_(A)
-    found, logabsdet = invert(N)
-    G = A.copy_(_by_pairs(found, A))
+    features = u.shape[2]
+    own = (b @ t.flatten(2, 3).mT).sum(1).unflatten(-1, (out, tokens)).transpose(1, 2)
+    logabsdet, G, room = _invert(P, t, S[None, ..., None], u, own)
     flat = G.flatten(1, 2).flatten(2)
     dP = (S.flatten(1) @ flat).view_as(P)
     dS = torch.bmm(P.flatten(2), flat.mT).unflatten(2, (out, features))
-    down = G.diagonal(dim1=3, dim2=4).mT.reshape(batch, size, features)
-    room = N.flatten()[: A.numel()].view_as(A)
+    down = G.diagonal(dim1=3, dim2=4).mT.reshape(batch, out * tokens, features)
     dts, dbs = [], []
     for h in range(heads):
         along = torch.mul(G, u[:, h].unsqueeze(1), out=room).sum(2)
         dts.append(along.flatten(1, 2).baddbmm_(down, b[:, h]).view_as(along))
         du = torch.mul(G, t[:, h].unsqueeze(2), out=room).sum(1)
         dbs.append((du.sum(-1) - du.sum(-2)).baddbmm_(down.mT, t[:, h].flatten(1, 2)))
-    dt, db = (parts[0].unsqueeze(1) if heads == 1 else torch.stack(parts, 1) for parts in (dts, dbs))
+    return logabsdet, [*_through_weights(_stack(dts), t, P, dP), dS, _stack(dbs)]
+
+
+def _ball_determinant(P: Tensor, t: Tensor, z: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The same for 2 / s times the R of each token; the last three are dz and dB, but for what P and a do, and dR."""
+    heads, out, tokens = t.shape[1:4]
+    s = math.sqrt(z.shape[2])
+    columns = R.permute(0, 1, 4, 3, 2).contiguous()  # [B, H, D, d, N]
+    b = z.mT.unsqueeze(2) @ columns
+    u = b - b.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+    S = (B.mT.unsqueeze(1) @ columns).mul_(-s / 2).transpose(2, 3)
+    tau = (t.flatten(2, 3) @ z.mT).unflatten(2, (out, tokens)).transpose(2, 3)  # [B, H, N, o, d]
+    own = (tau @ R).sum(1).permute(0, 2, 3, 1)
+    logabsdet, G, room = _invert(P, t, S, u, own)
+    down = G.diagonal(dim1=3, dim2=4).permute(0, 3, 1, 2).unsqueeze(1)  # [B, 1, N, o, D]
+    dtau = (down @ R.mT).transpose(2, 3).flatten(2, 3)  # [B, H, o N, d]
+    dts, dPs, dSs, dbs = [], [], [], []
+    for h in range(heads):
+        along = torch.mul(G, u[:, h].unsqueeze(1), out=room).sum(2)
+        dts.append(along.flatten(1, 2).baddbmm_(dtau[:, h], z[:, h]).view_as(along))
+        dPs.append(torch.mul(G, S[:, h].unsqueeze(-2), out=room).sum((1, 2)))
+        dSs.append(torch.mul(G, P[:, h, None, None], out=room).sum(3))
+        dbs.append(torch.mul(G, t[:, h].unsqueeze(2), out=room).sum(1))
+    dP, dS, db = map(_stack, (dPs, dSs, dbs))
+    db.diagonal(dim1=-2, dim2=-1).sub_(db.sum(-2))
+    dz = (columns @ db.mT).sum(2) + (dtau.mT @ t.flatten(2, 3))
+    # By features first, [B, H, D, d, N], as the columns are.
+    dR = z.unsqueeze(2) @ db - (B.unsqueeze(1) @ dS.transpose(2, 3)) * (s / 2)
+    dR = dR.permute(0, 1, 4, 3, 2) + tau.mT @ down
+    dB = (columns.transpose(2, 3).flatten(3) @ dS.movedim(2, -1).flatten(2, 3)) * (-s / 2)
+    return logabsdet, [*_through_weights(_stack(dts), t, P, dP), dz, dB, dR * (2 / s)]
+
+
+def _invert(P: Tensor, t: Tensor, S: Tensor, u: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log|det(I - A)| for the A of these parts, (I - A)^{-T} by pairs, and room for as many numbers."""
+    A = P[:, 0, None, None] * S[:, 0].unsqueeze(-2)
+    for h in range(P.shape[1]):
+        if h > 0:
+            A.addcmul_(P[:, h, None, None], S[:, h].unsqueeze(-2))
+        A.addcmul_(t[:, h].unsqueeze(2), u[:, h].unsqueeze(1))
+    A.diagonal(dim1=3, dim2=4).add_(own)
+    # Matrices of a width that is a multiple of eight are multiplied in two thirds of the time.
+    size = A.shape[1] * A.shape[3]
+    wide = size + -size % 8
+    N = A.new_zeros(len(A), wide, wide)
+    _by_pairs(N, A).copy_(A)
+    found, logabsdet = invert(N)
+    return logabsdet, A.copy_(_by_pairs(found, A)), N.flatten()[: A.numel()].view_as(A)
+
+
+def _through_weights(dt: Tensor, t: Tensor, P: Tensor, dP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """P dP, t being a product with P, and the sums of P dt over keys and over queries. It changes dt."""
     of_logits = torch.addcmul((dt * t).sum(2), P, dP)
     dt.mul_(P.unsqueeze(2))
-    return logabsdet, [of_logits, dS, dt.sum(-1), dt.sum(-2), db]
+    return of_logits, dt.sum(-1), dt.sum(-2)
+
+
+def _stack(heads: list[Tensor]) -> Tensor:
+    return heads[0].unsqueeze(1) if len(heads) == 1 else torch.stack(heads, 1)
 
 
 def _by_pairs(matrices: Tensor, like: Tensor) -> Tensor:
