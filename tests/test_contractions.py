@@ -12,6 +12,7 @@ from torch import nn
 import flowattn.contractions.attention as attention_module
 from flowattn.contractions import (
     Compose,
+    Contraction,
     Declared,
     DotProductSelfAttention,
     FeedForward,
@@ -677,6 +678,23 @@ def test_attention_among_affine_maps_builds_no_jacobian_of_its_own_width(monkeyp
     lifted().forward_and_jacobian(x)
     with pytest.raises(AssertionError, match="inner Jacobian"):
         chain().forward_and_jacobian(x)
+
+
+@pytest.mark.parametrize("kind", [L2SelfAttention, TokenLinear])
+def test_a_subclass_in_a_chain_is_the_map_it_says_it_is(kind):
+    class Halved(kind):
+        def free(self, x, mask, context):
+            return super().free(x, mask, context) / 2
+
+        free_diagonal, free_jacobian = Contraction.free_diagonal, Contraction.free_jacobian
+        scaled, scaled_jacobian = Contraction.scaled, Contraction.scaled_jacobian
+
+    lift = (Halved if kind is TokenLinear else TokenLinear)(FEATURES, 6)
+    attention = (Halved if kind is L2SelfAttention else L2SelfAttention)(6, 2, coefficient=None)
+    f, x = randomised(Compose(lift, attention, TokenLinear(6, FEATURES))), torch.randn(1, TOKENS, FEATURES).double()
+    value, J = f.forward_and_jacobian(x)
+    close(value, f(x))
+    close(J.squeeze(0), torch.func.jacrev(f)(x).squeeze(3).squeeze(0))
 
 
 def test_rows_of_a_chain_count_only_what_they_see():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flowattn.contractions.attention import L2SelfAttention
 from flowattn.contractions.base import Contraction, Push, Structure
 from flowattn.contractions.blocks import DenseBlocks, TokenBlocks
-from flowattn.contractions.feed_forward import FeedForward
+from flowattn.contractions.feed_forward import FeedForward, TokenLinear
 from flowattn.lipschitz.norms import Norm, token_norm
 
 
@@ -175,9 +175,12 @@ class Compose(Contraction):
 
 
 def _lifted(parts: tuple[Contraction, ...]) -> int | None:
-    """The place of L2 attention if all other parts are affine, so that they are as good as part of its matrices."""
-    places = [k for k, part in enumerate(parts) if not isinstance(part, FeedForward) or part.matrix is None]
-    if len(places) != 1 or not isinstance(parts[places[0]], L2SelfAttention):
+    """The place of L2 attention if all other parts are affine, so that they are as good as part of its matrices.
+
+    Subclasses are left alone: they may be other maps.
+    """
+    places = [k for k, part in enumerate(parts) if type(part) not in (FeedForward, TokenLinear) or part.matrix is None]
+    if len(places) != 1 or type(parts[places[0]]) is not L2SelfAttention:
         return None
     attention, *after = parts[places[0] :]
     is_plain = attention.coefficient is None and all(part.context_features is None for part in after)
