@@ -37,6 +37,16 @@ def logabsdet_plus_identity(M: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*b
     return logabsdet
 
 
+def logabsdet_of_blocks(J: Float[Tensor, "batch n d n d"]) -> Float[Tensor, " batch"]:
+    """log|det(I + J)| of a Jacobian over tokens.
+
+    Example:
+        >>> logabsdet_of_blocks(torch.full((1, 1, 1, 1, 1), 2.0)).exp()
+        tensor([3.])
+    """
+    return logabsdet_plus_identity(J.permute(0, 2, 1, 4, 3).flatten(3).flatten(1, 2))
+
+
 class _LogAbsDet(torch.autograd.Function):
     """The value and, on the way to it, its gradient."""
 

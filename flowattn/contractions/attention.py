@@ -98,6 +98,11 @@ class _SelfAttention(Contraction):
         return f"{super().extra_repr()}, num_heads={self.num_heads}, head_features={self.head_features}"
 
 
+def _join(m: Tensor, B: Tensor) -> Tensor:
+    """What the heads found, side by side, times B [H d, D]."""
+    return m.transpose(1, 2).flatten(2) @ B
+
+
 class L2SelfAttention(_SelfAttention):
     r"""L2 multi-head self-attention with a proven Lipschitz bound.
 
@@ -216,7 +221,7 @@ class L2SelfAttention(_SelfAttention):
     def scaled(self, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor) -> Tensor:
         m = self._average(x, mask, context)
         if scale.numel() == 1:  # there are fewer weights than tokens
-            return m.transpose(1, 2).flatten(2) @ (self.B * scale)
+            return _join(m, self.B * scale)
         return self._join(m) * scale.unsqueeze(-1)
 
     def free_linearize(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Tensor, Push]:
@@ -226,7 +231,8 @@ class L2SelfAttention(_SelfAttention):
 
         def push(v: Tensor) -> Tensor:
             dy = self._split(v @ self.W)
-            return self._join(attention_push(dy if self.radius is None else into_ball_jvp(y, dy, self.radius)))
+            dz = dy if self.radius is None else into_ball_jvp(y, dy, self.radius)
+            return self._join(attention_push(dz))
 
         return self._join(m), push
 
@@ -261,7 +267,7 @@ class L2SelfAttention(_SelfAttention):
         m, C = diagonal_blocks(self._ball(y), self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
         if self.radius is not None:
             C = C @ into_ball_jacobian(y, self.radius)
-        return m.transpose(1, 2).flatten(2) @ B, HeadBlocks(C, W, B, x.new_ones(1))
+        return _join(m, B), HeadBlocks(C, W, B, x.new_ones(1))
 
     def jacobian_with(
         self, W: Tensor, B: Tensor, x: Tensor, mask: Tensor | None, context: Tensor | None
@@ -344,7 +350,7 @@ class L2SelfAttention(_SelfAttention):
         return l2_attention(z, self._bias(x.shape[1], mask, x.dtype), causal=self.causal)
 
     def _join(self, m: Tensor) -> Tensor:
-        return m.transpose(1, 2).flatten(2) @ self.B
+        return _join(m, self.B)
 
     def _stretch(self, num_tokens: int, mask: Tensor | None) -> Tensor:
         if self.position_bias is not None:
@@ -400,7 +406,7 @@ class DotProductSelfAttention(_SelfAttention):
         bias = self._bias(x.shape[1], mask, x.dtype)
         q, k, v = map(self._split, (q / math.sqrt(self.head_features), k, v))
         m = dot_product_attention(q, k, v, bias, causal=self.causal)
-        return m.transpose(1, 2).flatten(2) @ self.out_projection
+        return _join(m, self.out_projection)
 
     def row_bounds(self, num_tokens: int, mask: Tensor | None = None, norm: Norm = "token") -> Tensor:
         raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flowattn.checks import check_context, check_finite, check_mask, check_tokens, without_autocast
 from flowattn.contractions.blocks import DenseBlocks, TokenBlocks
-from flowattn.determinants import logabsdet_plus_identity
+from flowattn.determinants import logabsdet_of_blocks
 from flowattn.lipschitz.norms import Norm, check_norm
 
 #: What the Jacobian looks like over tokens: block-diagonal, block lower triangular, or full.
@@ -156,7 +156,7 @@ class Contraction(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The free map with its rows multiplied by the scale, and log|det(I + J)| of that, [B]."""
         value, jacobian = self.scaled_jacobian(x, mask, context, scale)
-        return value, logabsdet_plus_identity(jacobian.permute(0, 2, 1, 4, 3).flatten(3).flatten(1, 2))
+        return value, logabsdet_of_blocks(jacobian)
 
     # -- what everybody else calls
 

@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowattn.attention import heads_jacobian
+from flowattn.attention import centred, heads_jacobian
 from flowattn.checks import can_look, in_forward_mode
-from flowattn.determinants import invert, logabsdet_plus_identity
+from flowattn.determinants import invert, logabsdet_of_blocks
 
 Found = tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]
 
@@ -50,7 +50,7 @@ def attention_logabsdet(
 
 def _step_by_step(z: Tensor, B: Tensor, R: Tensor, bias: Tensor | None = None) -> Found:
     value, J = heads_jacobian(z, B, R, bias)
-    return value, logabsdet_plus_identity(J.permute(0, 2, 1, 4, 3).flatten(3).flatten(1, 2))
+    return value, logabsdet_of_blocks(J)
 
 
 class _AttentionLogAbsDet(torch.autograd.Function):
@@ -60,8 +60,8 @@ class _AttentionLogAbsDet(torch.autograd.Function):
     def forward(ctx: Any, z: Tensor, B: Tensor, R: Tensor, bias: Tensor | None) -> Found:
         ctx.save_for_backward(z, B, R, bias)
         _, width, features = B.shape
-        centre = z.mean(-2, keepdim=True)
-        z = (z - centre).mT.contiguous()
+        z, centre = centred(z, causal=False)
+        z = z.mT.contiguous()
         P = _weights(z, bias)
         BR = torch.cat([B, R * (2 / math.sqrt(width))], -1).expand(len(z), -1, -1, -1).flatten(0, 1)
         a, b = torch.bmm(BR.mT, z.flatten(0, 1)).unflatten(0, z.shape[:2]).split(features, 2)
@@ -72,7 +72,7 @@ class _AttentionLogAbsDet(torch.autograd.Function):
         S = (B.mT @ R).neg_()
         logabsdet, ctx.of_pairs = _determinant(P, t, S, u, b)
         ctx.known = centre, z, BR, P, a
-        return mean.sum(1).mT + (centre.flatten(1) @ B.flatten(0, 1)).unsqueeze(1), logabsdet
+        return _value(mean, centre, B), logabsdet
 
     @staticmethod
     def backward(ctx: Any, g_value: Tensor, g: Tensor) -> Any:
@@ -106,15 +106,15 @@ class _BallLogAbsDet(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, B: Tensor, R: Tensor, bias: Tensor | None) -> Found:
         ctx.save_for_backward(z, B, R, bias)
-        centre = z.mean(-2, keepdim=True)
-        z = (z - centre).mT.contiguous()
+        z, centre = centred(z, causal=False)
+        z = z.mT.contiguous()
         P = _weights(z, bias)
         a = B.mT @ z
         mean = a @ P.mT
         t = (mean.unsqueeze(-1) - a.unsqueeze(-2)).mul_(P.unsqueeze(2))
         logabsdet, ctx.of_pairs = _ball_determinant(P, t, z, B, R * (2 / math.sqrt(len(B[0]))))
         ctx.known = centre, z, P, a
-        return mean.sum(1).mT + (centre.flatten(1) @ B.flatten(0, 1)).unsqueeze(1), logabsdet
+        return _value(mean, centre, B), logabsdet
 
     @staticmethod
     def backward(ctx: Any, g_value: Tensor, g: Tensor) -> Any:
@@ -131,6 +131,11 @@ class _BallLogAbsDet(torch.autograd.Function):
         own = (g.view(1, -1) @ dB.flatten(1)).view_as(B)
         dB = (z @ da.mT).sum(0) + centre.squeeze(2).movedim(0, -1) @ g_value.sum(1) + own
         return dz.mT, dB, dR * g.unsqueeze(-1), dlogits.sum_to_size(bias.shape) if ctx.needs_input_grad[3] else None
+
+
+def _value(mean: Tensor, centre: Tensor, B: Tensor) -> Tensor:
+    """The map from the means of centred tokens, times B already, and their centre."""
+    return mean.sum(1).mT + (centre.flatten(1) @ B.flatten(0, 1)).unsqueeze(1)
 
 
 def _differentiable(given: tuple[Tensor | None, ...], g_value: Tensor, g: Tensor) -> Any:
