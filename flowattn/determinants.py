@@ -60,9 +60,10 @@ class _LogAbsDet(torch.autograd.Function):
         ctx.save_for_backward(*inputs, output[1])
         ctx.save_for_forward(*inputs)
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, _: Tensor) -> Tensor:
+    def backward(ctx: Any, g: Tensor, _: None) -> Tensor:
         M, gradient = ctx.saved_tensors
         if torch.is_grad_enabled():
             gradient = torch.linalg.inv(_identity(M) + M).mT

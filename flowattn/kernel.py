@@ -244,10 +244,13 @@ class _AttentionWithDiagonal(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *output)
         ctx.save_for_forward(*tensors)
         ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)  # as large as the weights
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, g_diagonal: Tensor, *_: Tensor) -> Any:
+    def backward(ctx: Any, g: Tensor | None, g_diagonal: Tensor | None, *_: None) -> Any:
         q, k, v, bias, m, diagonal, *weights = ctx.saved_tensors
+        g = torch.zeros_like(m) if g is None else g
+        g_diagonal = torch.zeros_like(diagonal) if g_diagonal is None else g_diagonal
         if torch.is_grad_enabled():
             given = (q, k, v) if bias is None else (q, k, v, bias)
             pull = torch.func.vjp(functools.partial(_average_of, ctx.causal), *given)[1]

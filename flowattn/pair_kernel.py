@@ -15,6 +15,7 @@ the products are fastest.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -29,8 +30,8 @@ from flowattn.fused_l2 import fused_l2_attention
 #: How many weights to compute at a time, so that they stay in the cache.
 AT_A_TIME = 2**19
 
-#: Weights of two to less than this are zero: they are nothing beside the 1 on the diagonal, and tiny numbers are slow.
-LOWEST = -120.0
+#: No weight is less than two to this: it is nothing beside the 1 on the diagonal, and tiny numbers are slow.
+LOWEST = -100.0
 
 LOG2 = math.log(2)
 
@@ -43,13 +44,16 @@ def is_worth_it(z: Float[Tensor, "*batch tokens width"]) -> bool:
         and can_look(z)
         and not in_forward_mode()
         and not torch.is_autocast_enabled("cpu")
-        and z.shape[-2] >= fewest_tokens(z.shape[-1], recorded=torch.is_grad_enabled() and z.requires_grad)
+        and _is_faster(z.shape, recorded=torch.is_grad_enabled() and z.requires_grad)
     )
 
 
-def fewest_tokens(width: int, *, recorded: bool) -> int:
-    """With fewer tokens torch's fused kernel is faster. It is slow at narrow heads, and on the way back."""
-    return 256 if recorded or width < 16 else 1536
+def _is_faster(shape: torch.Size, *, recorded: bool) -> bool:
+    """Whether many steps are better than the single one of torch's kernel, slow at narrow heads and on its way back."""
+    tokens, width = shape[-2:]
+    if recorded:
+        return shape[:-1].numel() * tokens >= 2**20 and (tokens >= 256 or width <= 32)
+    return tokens >= (256 if width < 16 else 1536)
 
 
 def pair_attention(z: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
@@ -70,117 +74,153 @@ def pair_attention(z: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*b
 class _PairAttention(torch.autograd.Function):
     @staticmethod
     def forward(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        left, right = _rows(z, z.shape[-1] + 2), _rows(z, z.shape[-1] + 2)
-        u, centre, unit = _place(z, left, right)
-        size = _block_size(u.shape[-1])
-        means, totals = _zeros(u, size), _zeros(u[:, :1], size)
-        for heads, pairs in _weights(left, right, size):
-            tokens = u[heads].split(size, -1)
-            for i, j, E in pairs:
-                means[j][heads].baddbmm_(tokens[i], E)
-                totals[j][heads] += E.sum(-2, keepdim=True)
-                if i != j:
-                    means[i][heads].baddbmm_(tokens[j], E.mT)
-                    totals[i][heads] += E.sum(-1).unsqueeze(-2)
-        total = torch.cat(totals, -1)
-        mean = torch.cat(means, -1).div_(total)
-        return torch.add(centre, mean, alpha=1 / unit).mT.reshape(z.shape), mean, total
+        shape, z, width, rows = z.shape, _by_heads(z), z.shape[-1], _rows_of_sums(z.shape[-1])
+        m, mean, total = _side_by_side(z), _rows(z, width), _rows(z, 1)
+        desk, room = (_rows(z, max(width + 2, rows), _at_a_time(z)), _rows(z, width + 2, _at_a_time(z))), _room(z)
+        for part, heads in _parts(z):
+            left, right = (t[: heads.stop - heads.start] for t in desk)
+            _, centre, unit = _place(z[part].mT, left, right)
+            counted = _blocks(left[:, :rows])
+            sums: list[Tensor] = []
+            for i, j, E in _weights(left[:, : width + 2], right, room):
+                if i == j:
+                    sums.append(torch.bmm(counted[i], E))
+                else:
+                    sums[j].baddbmm_(counted[i], E)
+                    sums[i].baddbmm_(counted[j], E.mT)
+            for found, near, count in zip(sums, _blocks(mean[heads]), _blocks(total[heads]), strict=True):
+                torch.div(found[:, :width], count.copy_(found[:, width : width + 1]), out=near)
+            torch.add(centre, mean[heads].view(z[part].mT.shape), alpha=1 / unit, out=m[part].mT)
+        return m.reshape(shape), mean, total
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(*inputs, *output[1:])
         ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, dm: Tensor, *_: Tensor) -> Tensor:
+    def backward(ctx: Any, dm: Tensor, *_: None) -> Tensor:
         z, mean, total = ctx.saved_tensors
         if torch.is_grad_enabled() or not can_look(dm):
             gradient: Tensor = torch.func.vjp(lambda z: fused_l2_attention(z, None, causal=False), z)[1](dm)[0]
             return gradient
-        # T / E is a product of rows as the weights are, and theirs are among them: with a_i = g'_i m_i it is that of
-        # [g', 0, -a, u, 1] and [u, half, 1, g', -a].
-        width = z.shape[-1]
-        left, right = _rows(z, 2 * width + 4), _rows(z, 2 * width + 3)
-        u = _place(z, left[:, width + 2 :], right[:, : width + 2])[0]
-        g = torch.div(_tokens_last(dm), total, out=right[:, width + 2 : -1])
-        right[:, -1:] = (mean * g).sum(-2, keepdim=True).neg_()
-        left[:, :width], left[:, width], left[:, width + 1] = g, 0, right[:, -1]
-        size = _block_size(u.shape[-1])
-        changes, sums = _zeros(u, size), _zeros(u[:, :1], size)
-        room = u.new_empty(AT_A_TIME)
-        for heads, pairs in _weights(left[:, width + 2 :], right[:, : width + 2], size):
-            tokens, gradients, lefts, rights = (t[heads].split(size, -1) for t in (u, g, left[:, :-1], right))
-            for i, j, E in pairs:
-                T = torch.bmm(lefts[i].mT, rights[j], out=room[: E.numel()].view_as(E)).mul_(E)
-                if i == j:  # what a token does to itself is nothing, or rounding if it is computed
-                    T.diagonal(dim1=-2, dim2=-1).zero_()
-                changes[j][heads].baddbmm_(tokens[i], T, alpha=LOG2).baddbmm_(gradients[i], E)
-                sums[j][heads] += T.sum(-2, keepdim=True)
-                if i != j:
-                    changes[i][heads].baddbmm_(tokens[j], T.mT, alpha=LOG2).baddbmm_(gradients[j], E.mT)
-                    sums[i][heads] += T.sum(-1).unsqueeze(-2)
-        change = torch.cat(changes, -1).addcmul_(torch.cat(sums, -1), u, value=-LOG2)
-        return change.mT.reshape(z.shape)
+        shape, z, width, rows = z.shape, _by_heads(z), z.shape[-1], _rows_of_sums(z.shape[-1])
+        dz, dm = _side_by_side(z), _by_heads(dm)
+        desk = _rows(z, width + 2 + max(width + 2, rows), _at_a_time(z)), _rows(z, 2 * width + 3, _at_a_time(z))
+        room, more_room = _room(z), _room(z)
+        for part, heads in _parts(z):
+            # T / E is a product of rows as the weights are, and theirs are among them: with a_i = g'_i m_i it is that
+            # of [g', 0, -a, u, 1] and [u, half, 1, g', -a].
+            left, right = (t[: heads.stop - heads.start] for t in desk)
+            u = _place(z[part].mT, left[:, width + 2 :], right[:, : width + 2])[0]
+            g = torch.div(dm[part].mT.reshape(u.shape), total[heads], out=right[:, width + 2 : -1])
+            a = torch.mul(mean[heads], g, out=left[:, :width]).sum(-2)
+            left[:, :width], left[:, width], left[:, width + 1], right[:, -1] = g, 0, -a, -a
+            gradients, counted = _blocks(left[:, :rows]), _blocks(left[:, width + 2 : width + 2 + rows])
+            lefts, rights = _blocks(left[:, : 2 * width + 3]), _blocks(right)
+            sums: list[Tensor] = []
+            for i, j, E in _weights(left[:, width + 2 : 2 * width + 4], right[:, : width + 2], room):
+                T = torch.bmm(lefts[i].mT, rights[j], out=more_room[: E.numel()].view_as(E)).mul_(E)
+                if i == j:
+                    T.diagonal(dim1=-2, dim2=-1).zero_()  # what a token does to itself is nothing, or rounding
+                    sums.append(torch.bmm(gradients[i], E).baddbmm_(counted[i], T, alpha=LOG2))
+                else:
+                    sums[j].baddbmm_(gradients[i], E).baddbmm_(counted[i], T, alpha=LOG2)
+                    sums[i].baddbmm_(gradients[j], E.mT).baddbmm_(counted[j], T.mT, alpha=LOG2)
+            for found, own, change in zip(sums, _blocks(u), _blocks(dz[part].mT), strict=True):
+                found, own = found.view(*change.shape[:2], *found.shape[1:]), own.view(change.shape)
+                torch.addcmul(found[..., :width, :], found[..., width : width + 1, :], own, value=-1, out=change)
+        return dz.reshape(shape)
 
 
 def _place(z: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Writes rows whose products are the exponents of the weights, [u, 1, half] and [u, half, 1].
+    """Writes rows whose products are the exponents of the weights, [u, 1, half, 0...] and [u, half, 1].
 
     Returns the tokens u, about their centre and in the unit in which weights are powers of two, that centre and unit.
     """
-    unit = math.sqrt(2 / LOG2) / z.shape[-1] ** 0.25
-    z = _tokens_last(z)
+    width = z.shape[-2]
+    unit = math.sqrt(2 / LOG2) / width**0.25
     centre = z.mean(-1, keepdim=True)
-    u = torch.sub(z, centre, out=right[:, :-2]).mul_(unit)
-    half = u.square().sum(-2).mul_(-0.5)
-    right[:, -2], right[:, -1] = half, 1
-    left[:, :-2], left[:, -2], left[:, -1] = u, 1, half
+    u = right[:, :width]
+    torch.sub(z, centre, out=u.view(z.shape)).mul_(unit)
+    half = torch.mul(u, u, out=left[:, :width]).sum(-2).mul_(-0.5)
+    left[:, :width], left[:, width], left[:, width + 1], left[:, width + 2 :] = u, 1, half, 0
+    right[:, width], right[:, width + 1] = half, 1
     return u, centre, unit
 
 
-def _weights(left: Tensor, right: Tensor, size: int) -> Iterator[tuple[slice, Iterator[tuple[int, int, Tensor]]]]:
-    """A few heads at a time, and for those the weights E between the i-th and the j-th block of tokens, j <= i.
+def _weights(left: Tensor, right: Tensor, room: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """The weights E between the i-th and the j-th block of tokens, j from i down to 0.
 
     The next weights are written where the last ones were.
     """
-    room = left.new_empty(AT_A_TIME)
+    lefts, rights = _blocks(left), _blocks(right)
+    for i in range(len(lefts)):
+        for j in range(i, -1, -1):
+            shape = len(left), lefts[i].shape[-1], rights[j].shape[-1]
+            E = torch.bmm(lefts[i].mT, rights[j], out=room[: math.prod(shape)].view(shape))
+            E.clamp_(LOWEST, 0).exp2_()
+            if i == j:  # far from the centre rounding might say otherwise, and of any pair that it weighs over 1
+                E.diagonal(dim1=-2, dim2=-1).fill_(1)
+            yield i, j, E
 
-    def pairs(left: Tensor, right: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        lefts, rights = left.split(size, -1), right.split(size, -1)
-        for i in range(len(lefts)):
-            for j in range(i + 1):
-                shape = len(left), lefts[i].shape[-1], rights[j].shape[-1]
-                E = torch.bmm(lefts[i].mT, rights[j], out=room[: math.prod(shape)].view(shape))
-                torch.threshold_(E, LOWEST, -math.inf).clamp_max_(0).exp2_()
-                if i == j:  # far from the centre rounding might say otherwise, and of any pair that it weighs over 1
-                    E.diagonal(dim1=-2, dim2=-1).fill_(1)
-                yield i, j, E
 
-    step = AT_A_TIME // size**2
-    for start in range(0, len(left), step):
-        heads = slice(start, start + step)
-        yield heads, pairs(left[heads], right[heads])
+def _rows_of_sums(width: int) -> int:
+    """How many rows of `left` to sum up, [u, 1] for the tokens and the weights.
+
+    Of a single head torch multiplies 5 to 7 and 9 to 11 rows in another order than of several.
+    """
+    return width + 1 if width > 10 else 4 * (width // 4 + 1)
+
+
+def _at_a_time(z: Tensor) -> int:
+    """How many heads to take at a time."""
+    return min(max(1, AT_A_TIME // max(1, _block_size(z.shape[2])) ** 2), z.shape[:2].numel())
+
+
+def _parts(z: Tensor) -> Iterator[tuple[tuple[slice, slice], slice]]:
+    """A few heads at a time: where they are in z, [batch, heads, tokens, width], and among all heads in a row."""
+    batch, heads = z.shape[:2]
+    count = _at_a_time(z)
+    samples, some = max(1, count // max(1, heads)), max(1, min(count, heads))
+    for sample, head in itertools.product(range(0, batch, samples), range(0, heads, some)):
+        part = slice(sample, min(sample + samples, batch)), slice(head, min(head + some, heads))
+        start, number = sample * heads + head, math.prod(s.stop - s.start for s in part)
+        yield part, slice(start, start + number)
 
 
 def _block_size(num_tokens: int) -> int:
     """How many tokens to take at a time: large products are quick, but weights on the diagonal are computed twice.
 
-    The number of heads has no say, or a sequence would be rounded as its batch mates have it.
+    Blocks are alike as far as possible. The number of heads has no say, or a sequence would be rounded as its batch
+    mates have it.
     """
-    if num_tokens < 512:
-        return 128
-    return 256 if num_tokens < 2048 else 512
+    largest = 128 if num_tokens < 512 else 256 if num_tokens < 2048 else 512
+    num_blocks = math.ceil(num_tokens / largest)
+    return 8 * math.ceil(num_tokens / max(1, num_blocks) / 8)
 
 
-def _zeros(t: Tensor, size: int) -> list[Tensor]:
-    """Where to add things up, block by block: torch's fast products want what they write to in one piece."""
-    return [t.new_zeros(block.shape) for block in t.split(size, -1)]
+def _blocks(t: Tensor) -> tuple[Tensor, ...]:
+    return t.split(_block_size(t.shape[-1]), -1)
 
 
-def _rows(z: Tensor, count: int) -> Tensor:
+def _by_heads(z: Tensor) -> Tensor:
+    """The tokens as [batch, heads, tokens, width]."""
+    return z.reshape(z.shape[:-3].numel(), z.shape[-3] if z.ndim > 2 else 1, *z.shape[-2:])
+
+
+def _side_by_side(z: Tensor) -> Tensor:
+    """Room for as many tokens, the heads of each side by side: so they are wanted next."""
+    batch, heads, tokens, width = z.shape
+    return z.new_empty(batch, tokens, heads, width).transpose(1, 2)
+
+
+def _rows(z: Tensor, count: int, num_heads: int | None = None) -> Tensor:
     """Room for so many numbers of each token."""
-    return z.new_empty(z.shape[:-2].numel(), count, z.shape[-2])
+    return z.new_empty(z.shape[:2].numel() if num_heads is None else num_heads, count, z.shape[2])
 
 
-def _tokens_last(t: Tensor) -> Tensor:
-    return t.reshape(-1, *t.shape[-2:]).mT
+def _room(z: Tensor) -> Tensor:
+    """Room for the weights between two blocks of tokens."""
+    return z.new_empty(_at_a_time(z) * _block_size(z.shape[2]) ** 2)

@@ -7,7 +7,7 @@ import torch
 
 from flowattn import attention
 from flowattn.attention import attention_weights, l2_attention
-from flowattn.pair_kernel import AT_A_TIME, _block_size, fewest_tokens, is_worth_it, pair_attention
+from flowattn.pair_kernel import AT_A_TIME, _block_size, is_worth_it, pair_attention
 
 
 def formula(z):
@@ -23,10 +23,10 @@ def gradient(function, z, weight):
 
 
 #: Enough narrow tokens for anybody.
-MANY = fewest_tokens(width=1, recorded=True)
+MANY = 1024
 
 #: One shape for every size of block, with a last block that is not full, and more heads than are taken at a time.
-SHAPES = {128: (5, 7, 200, 2), 256: (3, 3, 600, 1), 512: (3, 2100, 1)}
+SHAPES = {24: (950, 22, 2), 104: (8, 7, 200, 2), 208: (5, 3, 604, 1), 424: (3, 2100, 1)}
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (3, 1), *SHAPES.values()])
@@ -65,8 +65,9 @@ def test_tokens_need_not_be_contiguous_and_are_not_changed():
     assert torch.equal(z, before)
 
 
-def test_a_sequence_is_rounded_the_same_whatever_its_batch_mates():
-    z = torch.randn(20, 600, 4)
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 7, 8, 10, 11, 12, 16, 33])
+def test_a_sequence_is_rounded_the_same_whatever_its_batch_mates(width):
+    z = torch.randn(20, 600, width)
     mates = torch.cat([z[:1], 1e4 * z[1:]])
     assert torch.equal(pair_attention(z)[0], pair_attention(mates)[0])
     assert torch.equal(pair_attention(z)[0], pair_attention(z[:1])[0])
@@ -111,11 +112,13 @@ def test_a_token_that_is_not_a_number_is_not_hidden():
 
 
 def test_it_is_worth_it_for_many_tokens_where_it_can_be_called():
-    for width in (2, 64):
-        many = torch.randn(fewest_tokens(width, recorded=False), width)
+    for width, tokens in {2: 256, 64: 1536}.items():
+        many = torch.randn(tokens, width)
         assert is_worth_it(many) and not is_worth_it(many[1:])
-        many = torch.randn(fewest_tokens(width, recorded=True), width).requires_grad_()
-        assert is_worth_it(many) and not is_worth_it(many[1:])
+    for heads, tokens, width in ((256, 64, 32), (16, 256, 64)):
+        many = torch.randn(heads, tokens, width).requires_grad_()
+        assert is_worth_it(many) and not is_worth_it(many[1:]) and not is_worth_it(many[:, 1:])
+        assert not is_worth_it(many.detach())
     assert not is_worth_it(many.to("meta")) and not is_worth_it(many.bfloat16())
     with torch.autocast("cpu", torch.bfloat16):
         assert not is_worth_it(many)

@@ -54,19 +54,24 @@ class _HeadLogAbsDet(torch.autograd.Function):
         ctx.save_for_backward(*inputs, *output[1:])
         ctx.save_for_forward(*inputs)
         ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, *_: Tensor) -> Any:
+    def backward(ctx: Any, g: Tensor, *_: None) -> Any:
         C, K, dC, dK = ctx.saved_tensors
         if torch.is_grad_enabled():
             return torch.func.vjp(_plain_head_logabsdet, C, K)[1](g)
         return dC * g[:, None, None, None, None], (g[:, None, None, None] * dK).sum(0)
 
     @staticmethod
-    def jvp(ctx: Any, C_change: Tensor, K_change: Tensor) -> Any:
+    def jvp(ctx: Any, C_change: Tensor | None, K_change: Tensor | None) -> Any:
         C, K = ctx.saved_tensors  # of `forward` the gradients are known, but not how they change
         product = _products(C, K)
-        change = _products(C_change, K) + _products(C, K_change)
+        change = torch.zeros_like(product)
+        if C_change is not None:
+            change = change + _products(C_change, K)
+        if K_change is not None:
+            change = change + _products(C, K_change)
         identity = torch.eye(product.shape[-1], dtype=product.dtype, device=product.device)
         return trace(torch.linalg.solve(identity + product, change)).sum(-1), None, None
 

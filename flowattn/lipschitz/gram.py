@@ -173,9 +173,10 @@ class _GramIteration(torch.autograd.Function):
         ctx.save_for_backward(W, *output[1:])
         ctx.save_for_forward(W)
         ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, *_: Tensor) -> Any:
+    def backward(ctx: Any, g: Tensor, *_: None) -> Any:
         W, *tape = ctx.saved_tensors
         if torch.is_grad_enabled():
             iterate = _shifted if ctx.is_shifted else _plain
