@@ -63,7 +63,9 @@ class _LogAbsDet(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, _: None) -> Tensor:
+    def backward(ctx: Any, g: Tensor | None, _: None) -> Tensor | None:
+        if g is None:
+            return None
         M, gradient = ctx.saved_tensors
         if torch.is_grad_enabled():
             gradient = torch.linalg.inv(_identity(M) + M).mT

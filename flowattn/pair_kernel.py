@@ -100,7 +100,9 @@ class _PairAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, dm: Tensor, *_: None) -> Tensor:
+    def backward(ctx: Any, dm: Tensor | None, *_: None) -> Tensor | None:
+        if dm is None:
+            return None
         z, mean, total = ctx.saved_tensors
         if torch.is_grad_enabled() or not can_look(dm):
             gradient: Tensor = torch.func.vjp(lambda z: fused_l2_attention(z, None, causal=False), z)[1](dm)[0]

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
 from flowattn.contractions import FeedForward, L2SelfAttention
-from flowattn.lipschitz import gram, lambert_w0, sequence_norm, spectral, spectral_norm_bound, token_norm
+from flowattn.lipschitz import gram, head_norms, lambert_w0, sequence_norm, spectral, spectral_norm_bound, token_norm
 from flowattn.lipschitz.memory import Remembered
 
 # -- norms of sequences
@@ -268,7 +268,7 @@ def test_a_search_over_spectra_finds_no_more_than_the_stated_excess(num_squaring
     optimizer = torch.optim.Adam([free], lr=0.1)
     for _ in range(100):
         values = torch.cat([torch.ones(64, 1), free[:, 1:].sigmoid()], -1)
-        found = gram._shifted(torch.diag_embed(values), num_squarings)[0] - 1
+        found = gram.shifted(num_squarings).run(torch.diag_embed(values.square()))[0].sqrt() - 1
         optimizer.zero_grad()
         (-found.clamp_min(1e-12).log().sum()).backward()
         optimizer.step()
@@ -287,13 +287,14 @@ def test_large_matrices_take_few_squarings():
 
 def counting(monkeypatch):
     """The shapes of the matrices whose bounds are computed from now on."""
-    shapes, bound = [], spectral.largest_singular_value
+    shapes, bound = [], spectral.upper_bound
 
-    def count(matrix, tolerance):
+    def count(matrix, iteration):
         shapes.append(list(matrix.shape))
-        return bound(matrix, tolerance)
+        return bound(matrix, iteration)
 
-    monkeypatch.setattr(spectral, "largest_singular_value", count)
+    for module in (spectral, head_norms):
+        monkeypatch.setattr(module, "upper_bound", count)
     return shapes
 
 

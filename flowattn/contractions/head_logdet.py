@@ -57,7 +57,9 @@ class _HeadLogAbsDet(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, *_: None) -> Any:
+    def backward(ctx: Any, g: Tensor | None, *_: None) -> Any:
+        if g is None:
+            return None, None
         C, K, dC, dK = ctx.saved_tensors
         if torch.is_grad_enabled():
             return torch.func.vjp(_plain_head_logabsdet, C, K)[1](g)

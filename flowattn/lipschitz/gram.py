@@ -1,4 +1,4 @@
-r"""The largest singular value from above, by squaring the Gram matrix again and again.
+r"""The largest singular value or eigenvalue from above, by squaring the Gram matrix again and again.
 
 Plain, the squares are powers. Shifted, they are nearly Chebyshev polynomials, which tell the largest eigenvalue from
 the others with half the squarings. With :math:`P_0 = W W^T` of r rows and :math:`\lambda_k` the largest eigenvalue of
@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,79 +36,85 @@ SHIFTED_FROM = 192
 EXCESS = (0.045, 0.0116, 0.003, 0.00077, 0.0002, 0.000075, 0.000031)
 
 
-def largest_singular_value(W: Tensor, tolerance: float) -> Tensor:
-    """A bound of that of each matrix [batch, rows, columns], too large by this share of it at most, and by rounding."""
-    is_shifted, num_squarings = _plan(W, tolerance)
+class Iteration(NamedTuple):
+    """A way to bound a number of each matrix of a batch, and to differentiate the bound."""
+
+    #: Takes matrices to the bounds, [batch, 1, 1], and to what `gradient` needs.
+    run: Callable[[Tensor], list[Tensor]]
+    #: Takes that to the gradients of the bounds, like the matrices.
+    gradient: Callable[[Sequence[Tensor]], Tensor]
+
+
+def singular_value(W: Tensor, tolerance: float) -> Iteration:
+    """For matrices like W: too large by this share of it at most, and by rounding."""
+    return _of_gram(_of_symmetric(min(W.shape[-2:]), tolerance))
+
+
+def eigenvalue(P: Tensor, tolerance: float) -> Iteration:
+    """The same for symmetric matrices without negative eigenvalues, of a trace of 1 or more, or 0."""
+    return _of_symmetric(P.shape[-1], math.sqrt(1 + tolerance) - 1)
+
+
+def upper_bound(matrices: Tensor, iteration: Iteration) -> Tensor:
+    """The bounds, [batch]."""
     if torch.compiler.is_compiling() or nothing_is_recorded():
-        return (_shifted if is_shifted else _plain)(W, num_squarings)[0]
-    return _GramIteration.apply(W, num_squarings, is_shifted)[0]
+        return iteration.run(matrices)[0].view(-1)
+    return _Bound.apply(matrices, iteration)[0].view(-1)
 
 
-def iterate(W: Tensor, tolerance: float) -> tuple[Tensor, Callable[[], Tensor]]:
-    """The same bound and its gradient, which is computed when it is called for. Neither is recorded."""
-    is_shifted, num_squarings = _plan(W, tolerance)
-    bound, *tape = (_shifted if is_shifted else _plain)(W, num_squarings)
-    return bound, functools.partial(_shifted_gradient if is_shifted else _plain_gradient, tape)
+def iterate(matrices: Tensor, iteration: Iteration) -> tuple[Tensor, Callable[[], Tensor]]:
+    """The bounds and their gradients, which are computed when they are called for. Neither is recorded."""
+    found, *tape = iteration.run(matrices)
+    return found.view(-1), functools.partial(iteration.gradient, tape)
 
 
-def _plan(W: Tensor, tolerance: float) -> tuple[bool, int]:
-    """Whether to shift, and how often to square."""
-    rank = min(W.shape[-2:])
-    is_shifted = rank >= SHIFTED_FROM
-    return is_shifted, _num_shifted(rank, tolerance) if is_shifted else _num_plain(rank, tolerance)
+def scaled(W: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices of largest entry 1, and that entry. A bound of W / size times size needs no gradient of size."""
+    size = W.detach().abs().amax((-2, -1), keepdim=True)
+    return W / size.clamp_min(_tiny(W)), size
 
 
-def largest_entry(W: Tensor) -> Tensor:
-    """The largest entry. A bound of W / size times size does not depend on it, so it needs no gradient."""
-    return W.detach().abs().amax((-2, -1), keepdim=True)
+def gram(W: Tensor) -> Tensor:
+    """The smaller of W W^T and W^T W, by `bmm`, which is quicker to call than @."""
+    return torch.bmm(W, W.mT) if W.shape[-2] <= W.shape[-1] else torch.bmm(W.mT, W)
 
 
-def _gram(W: Tensor) -> Tensor:
-    return torch.bmm(W, W.mT) if W.shape[-2] <= W.shape[-1] else torch.bmm(W.mT, W)  # which is quicker to call than @
+def times_gram(A: Tensor, W: Tensor) -> Tensor:
+    """A matrix like that one, times W from its side: half the gradient after W, if A is that after the Gram matrix."""
+    return torch.bmm(A, W) if W.shape[-2] <= W.shape[-1] else torch.bmm(W, A)
 
 
-def _add_identity(P: Tensor, factor: Tensor | float) -> Tensor:
-    """P + factor I, in place."""
-    P.diagonal(dim1=-2, dim2=-1).add_(factor if isinstance(factor, float) else factor.squeeze(-1))
-    return P
+def root_of(square: Tensor) -> Tensor:
+    """The singular value of scaled matrices: at least 1, but for a zero matrix, where the root has no gradient."""
+    return square.clamp_min(0.5).sqrt()
 
 
-# -- plain
+def _of_gram(iteration: Iteration) -> Iteration:
+    """The largest singular value, whose square is the largest eigenvalue of the Gram matrix."""
+    return Iteration(functools.partial(_root, iteration), functools.partial(_root_gradient, iteration))
+
+
+def _root(iteration: Iteration, W: Tensor) -> list[Tensor]:
+    W, size = scaled(W)
+    square, *tape = iteration.run(gram(W))
+    root = root_of(square)
+    return [root * size, W, root, *tape]
+
+
+def _root_gradient(iteration: Iteration, tape: Sequence[Tensor]) -> Tensor:
+    W, root, *rest = tape
+    return times_gram(iteration.gradient(rest), W) / root
+
+
+def _of_symmetric(rank: int, tolerance: float) -> Iteration:
+    """For a tolerance of the square root of the eigenvalue."""
+    if rank < SHIFTED_FROM:
+        return plain(_num_plain(rank, tolerance))
+    return shifted(_num_shifted(rank, tolerance))
 
 
 def _num_plain(rank: int, tolerance: float) -> int:
     return math.ceil(math.log2(max(1.0, math.log(rank) / (4 * math.log1p(tolerance)))))
-
-
-def _plain(W: Tensor, num_squarings: int) -> list[Tensor]:
-    """The bound, and what `_plain_gradient` makes its derivative of: powers A, A^2, A^4, ..., each up to a factor."""
-    size, tiny = largest_entry(W), torch.finfo(W.dtype).tiny
-    W = W / size.clamp_min(tiny)
-    power, root, powers = _gram(W), torch.ones_like(size), []
-    for k in range(num_squarings + 1):
-        if k % 3 == 0 or k == num_squarings:  # three squarings shrink a power of norm 1 to no less than r^-4
-            # The clamp is for a zero matrix, whose bound is 0 and whose gradient is 0, where the root has none.
-            scale = torch.linalg.vector_norm(power, dim=(-2, -1), keepdim=True).clamp_min(tiny)
-            root = root * scale ** (0.5 / 2**k)
-            power = power / scale
-        powers.append(power)
-        if k < num_squarings:
-            power = torch.bmm(power, power)
-    return [(root * size).view(-1), W, root, *powers]
-
-
-def _plain_gradient(tape: Sequence[Tensor]) -> Tensor:
-    # tr A^2p has the gradient A^(2p-1) W with A^(2p-1) = A^p A^(p-1) and p - 1 = p/2 + ... + 2 + 1. The factors that
-    # the powers were divided by are restored by <gradient, W> = bound, the map being homogeneous.
-    W, root, *powers, product = tape
-    for power in reversed(powers):
-        product = torch.bmm(product, power)
-    direction = torch.bmm(product, W) if product.shape[-1] == W.shape[-2] else torch.bmm(W, product)
-    along = (direction * W).sum((-2, -1), keepdim=True).clamp_min(torch.finfo(W.dtype).tiny)
-    return direction * (root / along)
-
-
-# -- shifted
 
 
 def _num_shifted(rank: int, tolerance: float) -> int:
@@ -117,13 +123,48 @@ def _num_shifted(rank: int, tolerance: float) -> int:
     return next(enough, len(EXCESS) - 1 + math.ceil(math.log2(max(1.0, EXCESS[-1] / wanted))))
 
 
-def _shifted(W: Tensor, num_squarings: int) -> list[Tensor]:
-    """The bound, and what `_shifted_gradient` makes its derivative of."""
-    rank, info, size = min(W.shape[-2:]), torch.finfo(W.dtype), largest_entry(W)
-    W = W / size.clamp_min(info.tiny)
-    P = _gram(W)
-    # The largest entry of W is 1 now: both clamps are for a zero matrix.
-    mean = torch.linalg.vector_norm(W, dim=(-2, -1), keepdim=True).square().clamp_min(0.5) / rank
+def plain(num_squarings: int) -> Iteration:
+    """Powers P, P^2, P^4, ..., each up to a factor."""
+    return Iteration(functools.partial(_plain, num_squarings), _plain_gradient)
+
+
+def _plain(num_squarings: int, P: Tensor) -> list[Tensor]:
+    size, power = _normalized(P)
+    powers, share = [power], torch.ones_like(size)
+    for k in range(1, num_squarings + 1):
+        power = torch.bmm(power, power)
+        if k % 3 == 0 or k == num_squarings:  # three squarings shrink a power of norm 1 to no less than r^-4
+            norm, power = _normalized(power)
+            share = share * norm ** (1 / 2**k)
+        powers.append(power)
+    return [size * share, share, *powers]
+
+
+def _normalized(P: Tensor) -> tuple[Tensor, Tensor]:
+    # The clamp is for a zero matrix, whose bound is 0 and whose gradient is 0.
+    norm = torch.linalg.vector_norm(P, dim=(-2, -1), keepdim=True).clamp_min(_tiny(P))
+    return norm, P / norm
+
+
+def _plain_gradient(tape: Sequence[Tensor]) -> Tensor:
+    # tr P^2p has the gradient P^(2p-1) = P^p P^(p-1) with p - 1 = p/2 + ... + 2 + 1. The factors that the powers
+    # were divided by are restored by <gradient, P> = bound, the map being homogeneous.
+    share, *powers, product = tape
+    for power in reversed(powers):
+        product = torch.bmm(product, power)
+    along = (product * tape[1]).sum((-2, -1), keepdim=True).clamp_min(_tiny(product))
+    return product * (share / along)
+
+
+def shifted(num_squarings: int) -> Iteration:
+    """Squares with shifts between them."""
+    return Iteration(functools.partial(_shifted, num_squarings), _shifted_gradient)
+
+
+def _shifted(num_squarings: int, P: Tensor) -> list[Tensor]:
+    rank, eps = P.shape[-1], torch.finfo(P.dtype).eps
+    # The clamps are for a zero matrix.
+    mean = P.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(0.5) / rank
     steps = []
     for _ in range(num_squarings):
         share = torch.linalg.vector_norm(P, dim=(-2, -1), keepdim=True).square() / (2 * rank * mean.square())
@@ -131,63 +172,70 @@ def _shifted(W: Tensor, num_squarings: int) -> list[Tensor]:
         Q = _add_identity(P / s, -1.0)
         steps.append((Q, s, share))
         P, mean = torch.bmm(Q, Q), torch.ones_like(s)
-    D = _add_identity(P, -mean)
-    deviation = (D.square().sum((-2, -1), keepdim=True) + info.eps**2).sqrt()  # smooth at zero
-    root = (mean + math.sqrt(1 - 1 / rank) * deviation).sqrt()
-    tape = [W, D, deviation, root]
+    D = _add_identity(P if steps else P.clone(), -mean)
+    deviation = (D.square().sum((-2, -1), keepdim=True) + eps**2).sqrt()  # smooth at zero
+    eigenvalue = mean + math.sqrt(1 - 1 / rank) * deviation
+    tape = [D, deviation]
     for Q, s, share in reversed(steps):
-        root = (s * (1 + root)).sqrt()
+        root = eigenvalue.sqrt()
+        eigenvalue = s * (1 + root)
         tape += [Q, share, root]
-    return [(root * size).view(-1), *tape]
+    return [eigenvalue, *tape]
 
 
 def _shifted_gradient(tape: Sequence[Tensor]) -> Tensor:
-    r"""The gradient of the bound.
-
-    That of :math:`\lambda_k` is a polynomial A_k of P_k, so all of these commute, and
+    r"""That of :math:`\lambda_k` is a polynomial A_k of P_k, so all of these commute, and
 
     .. math:: A_k = Q_k \Bigl( \frac{A_{k+1}}{\sqrt{\lambda_{k+1}}} + \frac{s_k}{\operatorname{tr} P_k}
         \Bigl(1 - \frac{\langle A_{k+1}, Q_k \rangle}{\sqrt{\lambda_{k+1}}}\Bigr) I \Bigr).
     """
-    W, D, deviation, root, *steps = tape
+    D, deviation, *steps = tape
     rank = D.shape[-1]
     A = _add_identity(math.sqrt(1 - 1 / rank) / deviation * D, 1 / rank)
-    for Q, share, next_root in zip(steps[::3], steps[1::3], steps[2::3], strict=True):
+    for Q, share, root in zip(steps[::3], steps[1::3], steps[2::3], strict=True):
         weight = (1 - (A * Q).sum((-2, -1), keepdim=True) / root) * share / rank
-        A, root = torch.baddbmm(weight * Q, Q / root, A), next_root
-    return (torch.bmm(A, W) if rank == W.shape[-2] else torch.bmm(W, A)) / root
+        A = torch.baddbmm(weight * Q, Q / root, A)
+    return A
 
 
-class _GramIteration(torch.autograd.Function):
-    """Either iteration with half the products in its backward pass, because the matrices on its way commute."""
+def _add_identity(P: Tensor, factor: Tensor | float) -> Tensor:
+    """P + factor I, in place."""
+    P.diagonal(dim1=-2, dim2=-1).add_(factor if isinstance(factor, float) else factor.squeeze(-1))
+    return P
+
+
+def _tiny(like: Tensor) -> float:
+    return torch.finfo(like.dtype).tiny
+
+
+class _Bound(torch.autograd.Function):
+    """An iteration with half the products in its backward pass, because the matrices on its way commute."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(W: Tensor, num_squarings: int, is_shifted: bool) -> tuple[Tensor, ...]:
-        return tuple((_shifted if is_shifted else _plain)(W, num_squarings))
+    def forward(matrices: Tensor, iteration: Iteration) -> tuple[Tensor, ...]:
+        return tuple(iteration.run(matrices))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        W, ctx.num_squarings, ctx.is_shifted = inputs
-        ctx.save_for_backward(W, *output[1:])
-        ctx.save_for_forward(W)
+        matrices, ctx.iteration = inputs
+        ctx.save_for_backward(matrices, *output[1:])
+        ctx.save_for_forward(matrices)
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, *_: None) -> Any:
-        W, *tape = ctx.saved_tensors
+    def backward(ctx: Any, g: Tensor | None, *_: None) -> Any:
+        if g is None:
+            return None, None
+        matrices, *tape = ctx.saved_tensors
         if torch.is_grad_enabled():
-            iterate = _shifted if ctx.is_shifted else _plain
-            pull = torch.func.vjp(lambda W: iterate(W, ctx.num_squarings)[0], W)[1]
-            return *pull(g), None, None
-        gradient = _shifted_gradient(tape) if ctx.is_shifted else _plain_gradient(tape)
-        return gradient * g[..., None, None], None, None
+            pull = torch.func.vjp(lambda matrices: ctx.iteration.run(matrices)[0], matrices)[1]
+            return *pull(g), None
+        return ctx.iteration.gradient(tape) * g, None
 
     @staticmethod
-    def jvp(ctx: Any, dW: Tensor, *_: None) -> Any:
-        W = ctx.saved_tensors[0]
-        tape = (_shifted if ctx.is_shifted else _plain)(W, ctx.num_squarings)[1:]  # anew, to be differentiable
-        gradient = _shifted_gradient(tape) if ctx.is_shifted else _plain_gradient(tape)
-        return (gradient * dW).sum((-2, -1)), *[None] * len(tape)
+    def jvp(ctx: Any, change: Tensor, *_: None) -> Any:
+        _, *tape = ctx.iteration.run(ctx.saved_tensors[0])  # anew, to be differentiable
+        return (ctx.iteration.gradient(tape) * change).sum((-2, -1), keepdim=True), *[None] * len(tape)

@@ -10,7 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowattn.checks import can_look, in_forward_mode, without_autocast
-from flowattn.lipschitz.gram import iterate, largest_entry
+from flowattn.lipschitz.gram import (
+    Iteration,
+    eigenvalue,
+    gram,
+    iterate,
+    root_of,
+    scaled,
+    singular_value,
+    times_gram,
+    upper_bound,
+)
 from flowattn.lipschitz.spectral import margin, spectral_norm_bound
 
 #: The large matrix of all heads is not worth as many squarings as each of them.
@@ -42,41 +52,58 @@ def _recorded(function: Any, plain: Callable[..., Norms], W: Tensor, B: Tensor) 
 
 
 def _head_norms(W: Tensor, B: Tensor) -> Norms:
-    if W.shape[1] == B.shape[2]:
-        norm_W, norm_B = spectral_norm_bound(torch.cat([W.mT, B]), TOLERANCE).chunk(2)
-    else:
-        norm_W, norm_B = spectral_norm_bound(W, TOLERANCE), spectral_norm_bound(B, TOLERANCE)
-    return norm_W, norm_B, spectral_norm_bound(B.flatten(0, 1), TOLERANCE_OF_ALL)
+    norm_of_all = spectral_norm_bound(B.flatten(0, 1), TOLERANCE_OF_ALL)
+    if W.shape[1] != B.shape[2]:
+        return spectral_norm_bound(W, TOLERANCE), spectral_norm_bound(B, TOLERANCE), norm_of_all
+    with without_autocast(W):
+        (W, size_W), (B, size_B) = scaled(W), scaled(B)
+        grams = torch.cat([gram(W), gram(B)])
+        squares = upper_bound(grams, _of_heads(grams))
+        return *_norms_of_heads(squares, size_W, size_B, B), norm_of_all
+
+
+def _of_heads(grams: Tensor) -> Iteration:
+    return eigenvalue(grams, (1 + TOLERANCE) ** 2 - 1)
+
+
+def _norms_of_heads(squares: Tensor, size_W: Tensor, size_B: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+    root_W, root_B = (root_of(squares) * margin(*B.shape[1:])).chunk(2)
+    return root_W * size_W.flatten(), root_B * size_B.flatten()
 
 
 class _HeadNorms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, W: Tensor, B: Tensor) -> Norms:
         ctx.save_for_backward(W, B)
-        norms, ctx.of_heads = iterate(torch.cat([W.mT, B]), TOLERANCE)
-        norm_of_all, ctx.of_all = iterate(B.reshape(1, -1, B.shape[-1]), TOLERANCE_OF_ALL)
-        norm_W, norm_B = (norms * margin(*B.shape[1:])).chunk(2)
-        return norm_W, norm_B, (norm_of_all * margin(B.shape[:2].numel(), B.shape[2])).view(())
+        stack = B.reshape(1, -1, B.shape[-1])
+        norm_of_all, ctx.of_all = iterate(stack, singular_value(stack, TOLERANCE_OF_ALL))
+        (W, size_W), (B, size_B) = scaled(W), scaled(B)
+        grams = torch.cat([gram(W), gram(B)])
+        squares, of_grams = iterate(grams, _of_heads(grams))
+        ctx.of_heads = W, B, squares, of_grams
+        norms = _norms_of_heads(squares, size_W, size_B, B)
+        return *norms, (norm_of_all * margin(*stack.shape[1:])).view(())
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor) -> Any:
         if torch.is_grad_enabled():
             return _differentiable(_head_norms, ctx.saved_tensors, g)
-        W, B = ctx.saved_tensors
-        heads, step = len(W), ctx.of_heads() * margin(*B.shape[1:])
-        of_all = (ctx.of_all() * margin(B.shape[:2].numel(), B.shape[2])).view(B.shape)
-        dW, dB = (part * factor[:, None, None] for part, factor in zip(step.split(heads), g[:2], strict=True))
-        return dW.mT, dB + of_all * g[2]
+        W, B, squares, of_grams = ctx.of_heads
+        share = torch.cat(g[:2]) * margin(*B.shape[1:]) / root_of(squares)
+        A_W, A_B = (of_grams() * share[:, None, None]).chunk(2)
+        of_all = ctx.of_all().view(B.shape) * (g[2] * margin(B.shape[:2].numel(), B.shape[2]))
+        return times_gram(A_W, W), of_all + times_gram(A_B, B)
 
 
 # -- one head
 
 
 def _single_head_norms(W: Tensor, B: Tensor) -> Norms:
-    pair, size = _scaled_pair(W, B)
-    grams = pair @ pair.mT
-    norms = spectral_norm_bound(torch.cat([grams, grams.mean(0, keepdim=True)]), TOLERANCE)
-    return _joined(norms, size)
+    with without_autocast(W):
+        pair, size = _scaled_pair(W, B)
+        grams = _with_mean(torch.bmm(pair, pair.mT))
+        norms = upper_bound(grams, eigenvalue(grams, TOLERANCE))
+        return _joined(norms * margin(*pair.shape[1:]), size)
 
 
 def _scaled_pair(W: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,10 +111,13 @@ def _scaled_pair(W: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
     wider = B.shape[2] - W.shape[1]
     W_t = F.pad(W.mT, (0, wider)) if wider > 0 else W.mT
     pair = torch.cat([W_t, F.pad(B, (0, -wider)) if wider < 0 else B])
-    tiny, largest = torch.finfo(W.dtype).tiny, largest_entry(pair)
-    pair = pair / largest.clamp_min(tiny)
-    size = torch.linalg.vector_norm(pair, dim=(-2, -1), keepdim=True).clamp_min(tiny)
+    pair, largest = scaled(pair)
+    size = torch.linalg.vector_norm(pair, dim=(-2, -1), keepdim=True).clamp_min(0.5)  # for a zero matrix
     return pair / size, size * largest
+
+
+def _with_mean(grams: Tensor) -> Tensor:
+    return torch.cat([grams, grams.mean(0, keepdim=True)])
 
 
 def _joined(norms: Tensor, size: Tensor) -> Norms:
@@ -102,9 +132,9 @@ class _SingleHeadNorms(torch.autograd.Function):
     def forward(ctx: Any, W: Tensor, B: Tensor) -> Norms:
         ctx.save_for_backward(W, B)
         pair, size = _scaled_pair(W, B)
-        grams = torch.bmm(pair, pair.mT)
-        norms, of_grams = iterate(torch.cat([grams, grams.mean(0, keepdim=True)]), TOLERANCE)
-        norms = norms * margin(*grams.shape[1:])
+        grams = _with_mean(torch.bmm(pair, pair.mT))
+        norms, of_grams = iterate(grams, eigenvalue(grams, TOLERANCE))
+        norms = norms * margin(*pair.shape[1:])
         ctx.tape = pair, size, norms, of_grams
         return _joined(norms, size)
 
@@ -120,7 +150,7 @@ class _SingleHeadNorms(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _differentiable(_single_head_norms, ctx.saved_tensors, g)
         pair, size, norms, of_grams = ctx.tape
-        A, both = of_grams() * margin(pair.shape[1], pair.shape[1]), norms[2]
+        A, both = of_grams() * margin(*pair.shape[1:]), norms[2]
         others, scale = size.flip(0), norms[:2, None, None]
         is_product = norms[:2].prod() <= both.square()
         g_product = g[0] + torch.where(is_product, g[1], 0)

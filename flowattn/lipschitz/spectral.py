@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowattn.checks import without_autocast
-from flowattn.lipschitz.gram import largest_singular_value
+from flowattn.lipschitz.gram import singular_value, upper_bound
 
 
 def spectral_norm_bound(
@@ -37,7 +37,8 @@ def spectral_norm_bound(
     rows, columns = matrix.shape[-2:]
     with without_autocast(matrix):
         W = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
-        bound = largest_singular_value(W.reshape(-1, rows, columns), tolerance)
+        W = W.reshape(-1, rows, columns)
+        bound = upper_bound(W, singular_value(W, tolerance))
         return (bound * margin(rows, columns)).view(matrix.shape[:-2])
 
 
