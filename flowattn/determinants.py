@@ -18,7 +18,7 @@ from torch import Tensor
 from flowattn.checks import nothing_is_recorded
 
 #: More terms of the series than this take as long as elimination.
-MAX_TERMS = 6
+MAX_TERMS = 10
 
 #: Fewer numbers than this are eliminated before the terms are called.
 MANY = 2**14
