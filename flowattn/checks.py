@@ -103,7 +103,7 @@ def check_finite(name: str, x: Tensor) -> None:
     """Raises at the first value that is infinite or not a number."""
     if not can_look():
         return
-    if torch.isfinite(x.detach().sum()):  # one pass; a sum that overflows is looked at again
+    if math.isfinite(x.detach().sum().item()):  # one pass; a sum that overflows is looked at again
         return
     bad = ~torch.isfinite(x.detach())
     if bad.any():

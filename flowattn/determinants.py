@@ -92,7 +92,7 @@ def invert(N: Float[Tensor, "batch n n"]) -> tuple[Float[Tensor, "batch n n"], F
     if N.numel() == 0:
         return N, N.new_zeros(len(N))
     found = [
-        (invert_by_series(part, part.new_empty(4, *part.shape)) if part.numel() >= MANY else None)
+        (invert_by_series(part, part.new_empty(3, *part.shape)) if part.numel() >= MANY else None)
         or invert_by_elimination(part)
         for part in N.split(max(1, small_enough_for_the_cache(N) // (n * n)))
     ]
@@ -107,9 +107,9 @@ def invert_by_series(
 ) -> tuple[Float[Tensor, "batch n n"], Float[Tensor, " batch"]] | None:
     """The transposed inverses of I - N and log|det(I - N)|, or None if they need too many terms.
 
-    N is changed, and the inverses are in `work`, four tensors like it.
+    N is changed, and the inverses are in `work`, three tensors like it: few enough to stay in the cache.
     """
-    spare, square, *turns = work
+    square, spare, other = work
     torch.bmm(N.mT, N.mT, out=square)
     size = torch.linalg.vector_norm(square, dim=(-2, -1)).amax().item()
     eps = torch.finfo(N.dtype).eps
@@ -122,7 +122,7 @@ def invert_by_series(
     powers, value = square, trace(N)  # the sum of the even powers of N from the second on, transposed
     for j in range(1, num_terms):
         if j > 1:
-            powers = torch.baddbmm(square, square, powers, out=turns[j % 2])
+            powers, spare, other = torch.baddbmm(square, square, powers, out=spare), other, spare
         # Each power is divided by its exponent: what this sum has of those before is weighted by the difference.
         after = (0.0, 0.0) if j == num_terms - 1 else (1 / (2 * j + 2), 1 / (2 * j + 3))
         value.add_(trace(powers), alpha=1 / (2 * j) - after[0])

@@ -112,10 +112,10 @@ def _expand_some(C: Tensor, K: Tensor, at_a_time: int, with_gradient: bool) -> t
     if C.numel() == 0:
         return logabsdet, dC.transpose(0, 1), dK.transpose(0, 1)
     longest = min(tokens, max(1, at_a_time // batch))
-    work = C.new_empty(5, batch * longest * n * n)  # memory that is used again stays in the cache
+    work = C.new_empty(4, batch * longest * n * n)  # memory that is used again stays in the cache
     for stretch, (mean, inverse, value) in _centres(C, K, list(_stretches(tokens, longest))):
         rows = C[:, :, stretch].contiguous()
-        N, *spare = work[:, : rows.numel() * heads].view(5, -1, n, n)
+        N, *spare = work[:, : rows.numel() * heads].view(4, -1, n, n)
         K_A = (K.flatten(0, 1) @ inverse.mT).view_as(K)
         found = invert_by_series(_multiply(mean[:, None, None] - rows, K_A, N, spare[0]), spare)
         if found is None:
