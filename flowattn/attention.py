@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from flowattn.checks import nothing_is_recorded
 from flowattn.fused_l2 import centre_of, fused_l2_attention
 from flowattn.kernel import HIDDEN, attention_with_diagonal, dot_product_attention, softmax_weights
 from flowattn.moments import mean_and_covariance, with_squares
@@ -171,13 +172,16 @@ def l2_attention_linearize(
     P = _weights(z, bias, causal)
     m = P @ z
     # Terms of dL that are the same for every key drop out: what is left is one product.
-    queries = F.pad(z, (0, 1), value=-1.0)
+    steep, width = 2 / math.sqrt(z.shape[-1]), z.shape[-1]
+    queries, counted = steep * F.pad(z, (0, 1), value=-1.0), F.pad(z, (0, 1), value=1.0)
 
     def push(dz: Tensor) -> Tensor:
         keys = torch.cat([z, dz, (z * dz).sum(-1, keepdim=True)], -1)
-        change = torch.cat([dz, queries], -1) @ keys.mT
-        weighted = P * change * (2 / math.sqrt(z.shape[-1]))
-        return P @ dz + weighted @ z - weighted.sum(-1, keepdim=True) * m
+        change = torch.cat([steep * dz, queries], -1) @ keys.mT
+        weighted = change.mul_(P) if nothing_is_recorded() else change * P
+        # Products of few rows are quicker than those of few columns.
+        moved, total = (counted.mT @ weighted.mT).mT.split([width, 1], -1)
+        return (dz.mT @ P.mT).mT + torch.addcmul(moved, total, m, value=-1)
 
     return m + centre, push
 
