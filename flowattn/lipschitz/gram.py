@@ -74,21 +74,6 @@ def scaled(W: Tensor) -> tuple[Tensor, Tensor]:
     return W / size.clamp_min(_tiny(W)), size
 
 
-def gram(W: Tensor) -> Tensor:
-    """The smaller of W W^T and W^T W, by `bmm`, which is quicker to call than @."""
-    return torch.bmm(W, W.mT) if W.shape[-2] <= W.shape[-1] else torch.bmm(W.mT, W)
-
-
-def times_gram(A: Tensor, W: Tensor) -> Tensor:
-    """A matrix like that one, times W from its side: half the gradient after W, if A is that after the Gram matrix."""
-    return torch.bmm(A, W) if W.shape[-2] <= W.shape[-1] else torch.bmm(W, A)
-
-
-def root_of(square: Tensor) -> Tensor:
-    """The singular value of scaled matrices: at least 1, but for a zero matrix, where the root has no gradient."""
-    return square.clamp_min(0.5).sqrt()
-
-
 def _of_gram(iteration: Iteration) -> Iteration:
     """The largest singular value, whose square is the largest eigenvalue of the Gram matrix."""
     return Iteration(functools.partial(_root, iteration), functools.partial(_root_gradient, iteration))
@@ -96,14 +81,16 @@ def _of_gram(iteration: Iteration) -> Iteration:
 
 def _root(iteration: Iteration, W: Tensor) -> list[Tensor]:
     W, size = scaled(W)
-    square, *tape = iteration.run(gram(W))
-    root = root_of(square)
+    gram = torch.bmm(W, W.mT) if W.shape[-2] <= W.shape[-1] else torch.bmm(W.mT, W)  # quicker to call than @
+    square, *tape = iteration.run(gram)
+    root = square.clamp_min(0.5).sqrt()  # at least 1, but for a zero matrix, where it would have no gradient
     return [root * size, W, root, *tape]
 
 
 def _root_gradient(iteration: Iteration, tape: Sequence[Tensor]) -> Tensor:
     W, root, *rest = tape
-    return times_gram(iteration.gradient(rest), W) / root
+    A = iteration.gradient(rest)
+    return (torch.bmm(A, W) if W.shape[-2] <= W.shape[-1] else torch.bmm(W, A)) / root
 
 
 def _of_symmetric(rank: int, tolerance: float) -> Iteration:

@@ -10,17 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowattn.checks import can_look, in_forward_mode, without_autocast
-from flowattn.lipschitz.gram import (
-    Iteration,
-    eigenvalue,
-    gram,
-    iterate,
-    root_of,
-    scaled,
-    singular_value,
-    times_gram,
-    upper_bound,
-)
+from flowattn.lipschitz.gram import eigenvalue, iterate, scaled, singular_value, upper_bound
 from flowattn.lipschitz.spectral import margin, spectral_norm_bound
 
 #: The large matrix of all heads is not worth as many squarings as each of them.
@@ -52,47 +42,32 @@ def _recorded(function: Any, plain: Callable[..., Norms], W: Tensor, B: Tensor) 
 
 
 def _head_norms(W: Tensor, B: Tensor) -> Norms:
-    norm_of_all = spectral_norm_bound(B.flatten(0, 1), TOLERANCE_OF_ALL)
-    if W.shape[1] != B.shape[2]:
-        return spectral_norm_bound(W, TOLERANCE), spectral_norm_bound(B, TOLERANCE), norm_of_all
-    with without_autocast(W):
-        (W, size_W), (B, size_B) = scaled(W), scaled(B)
-        grams = torch.cat([gram(W), gram(B)])
-        squares = upper_bound(grams, _of_heads(grams))
-        return *_norms_of_heads(squares, size_W, size_B, B), norm_of_all
-
-
-def _of_heads(grams: Tensor) -> Iteration:
-    return eigenvalue(grams, (1 + TOLERANCE) ** 2 - 1)
-
-
-def _norms_of_heads(squares: Tensor, size_W: Tensor, size_B: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-    root_W, root_B = (root_of(squares) * margin(*B.shape[1:])).chunk(2)
-    return root_W * size_W.flatten(), root_B * size_B.flatten()
+    if W.shape[1] == B.shape[2]:
+        norm_W, norm_B = spectral_norm_bound(torch.cat([W.mT, B]), TOLERANCE).chunk(2)
+    else:
+        norm_W, norm_B = spectral_norm_bound(W, TOLERANCE), spectral_norm_bound(B, TOLERANCE)
+    return norm_W, norm_B, spectral_norm_bound(B.flatten(0, 1), TOLERANCE_OF_ALL)
 
 
 class _HeadNorms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, W: Tensor, B: Tensor) -> Norms:
         ctx.save_for_backward(W, B)
-        stack = B.reshape(1, -1, B.shape[-1])
-        norm_of_all, ctx.of_all = iterate(stack, singular_value(stack, TOLERANCE_OF_ALL))
-        (W, size_W), (B, size_B) = scaled(W), scaled(B)
-        grams = torch.cat([gram(W), gram(B)])
-        squares, of_grams = iterate(grams, _of_heads(grams))
-        ctx.of_heads = W, B, squares, of_grams
-        norms = _norms_of_heads(squares, size_W, size_B, B)
-        return *norms, (norm_of_all * margin(*stack.shape[1:])).view(())
+        heads, all_heads = torch.cat([W.mT, B]), B.reshape(1, -1, B.shape[-1])
+        norms, ctx.of_heads = iterate(heads, singular_value(heads, TOLERANCE))
+        norm_of_all, ctx.of_all = iterate(all_heads, singular_value(all_heads, TOLERANCE_OF_ALL))
+        norm_W, norm_B = (norms * margin(*B.shape[1:])).chunk(2)
+        return norm_W, norm_B, (norm_of_all * margin(*all_heads.shape[1:])).view(())
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor) -> Any:
         if torch.is_grad_enabled():
             return _differentiable(_head_norms, ctx.saved_tensors, g)
-        W, B, squares, of_grams = ctx.of_heads
-        share = torch.cat(g[:2]) * margin(*B.shape[1:]) / root_of(squares)
-        A_W, A_B = (of_grams() * share[:, None, None]).chunk(2)
+        _, B = ctx.saved_tensors
+        weights = torch.cat(g[:2]) * margin(*B.shape[1:])
+        dW, dB = (ctx.of_heads() * weights[:, None, None]).chunk(2)
         of_all = ctx.of_all().view(B.shape) * (g[2] * margin(B.shape[:2].numel(), B.shape[2]))
-        return times_gram(A_W, W), of_all + times_gram(A_B, B)
+        return dW.mT, dB + of_all
 
 
 # -- one head
