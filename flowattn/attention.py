@@ -114,7 +114,7 @@ def l2_attention(
 
     .. math:: m_i = \sum_j P_{ij} z_j
 
-    On CPU many tokens without bias and mask go to `pair_attention`, all others to torch's fused kernel. The first
+    On CPU many pairs of tokens without bias and mask go to `pair_attention`, others to torch's fused kernel. The first
     backward pass is the kernel's own; later ones and forward mode go through closed forms. (Forward mode over forward
     mode is the one combination that torch's functions with rules of their own do not have.)
 
