@@ -241,6 +241,18 @@ def test_bound_of_half_precision_weights_holds(half):
     assert 1 <= ratio(torch.randn(12, 10).to(half)).item() <= 1.01
 
 
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_norms_of_heads_of_half_precision_hold(half, num_heads):
+    W, B = torch.randn(num_heads, 8, 6).to(half), torch.randn(num_heads, 6, 8).to(half)
+    true_W, true_B = (torch.linalg.matrix_norm(t.double(), 2) for t in (W, B))
+    if num_heads == 1:
+        assert 1 <= (head_norms.single_head_norms(W, B)[0] / (true_W * true_B)).item() <= 1.011
+    else:
+        norm_W, norm_B, _ = head_norms.head_norms(W, B)
+        assert (norm_W >= true_W).all() and (norm_B >= true_B).all()
+
+
 def clusters(rank):
     """Gram matrices with a few eigenvalues of 1 and the others all the same, the worst that was found."""
     counts = torch.tensor(sorted({*range(1, min(rank, 5)), *(int(rank**p) for p in (0.3, 0.5, 0.62, 0.75, 0.9))}))

@@ -14,6 +14,7 @@ from flowattn.checks import check_context, check_finite, check_mask, check_token
 from flowattn.contractions.blocks import DenseBlocks, TokenBlocks
 from flowattn.determinants import logabsdet_of_blocks
 from flowattn.lipschitz.norms import Norm, check_norm
+from flowattn.lipschitz.spectral import at_least_single
 
 #: What the Jacobian looks like over tokens: block-diagonal, block lower triangular, or full.
 Structure = Literal["tokenwise", "causal", "dense"]
@@ -28,8 +29,7 @@ def full_precision(method: Method) -> Method:
     """Runs a method without autocast, then on float32 where it was given less: a bound that is rounded is none."""
 
     def full(value: Any) -> Any:
-        half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-        return value.float() if half else value
+        return at_least_single(value) if isinstance(value, Tensor) else value
 
     @functools.wraps(method)
     def wrapper(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:

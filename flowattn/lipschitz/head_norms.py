@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowattn.checks import can_look, in_forward_mode, without_autocast
 from flowattn.lipschitz.gram import eigenvalue, iterate, scaled, singular_value, upper_bound
-from flowattn.lipschitz.spectral import margin, spectral_norm_bound
+from flowattn.lipschitz.spectral import at_least_single, margin, spectral_norm_bound
 
 #: The large matrix of all heads is not worth as many squarings as each of them.
 TOLERANCE, TOLERANCE_OF_ALL = 0.01, 0.085
@@ -75,7 +75,7 @@ class _HeadNorms(torch.autograd.Function):
 
 def _single_head_norms(W: Tensor, B: Tensor) -> Norms:
     with without_autocast(W):
-        pair, size = _scaled_pair(W, B)
+        pair, size = _scaled_pair(at_least_single(W), at_least_single(B))
         grams = _with_mean(torch.bmm(pair, pair.mT))
         norms = upper_bound(grams, eigenvalue(grams, TOLERANCE))
         return _joined(norms * margin(*pair.shape[1:]), size)

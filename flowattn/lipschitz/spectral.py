@@ -36,10 +36,14 @@ def spectral_norm_bound(
         raise ValueError(f"tolerance must be above 0; got tolerance={tolerance}.")
     rows, columns = matrix.shape[-2:]
     with without_autocast(matrix):
-        W = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
-        W = W.reshape(-1, rows, columns)
+        W = at_least_single(matrix).reshape(-1, rows, columns)
         bound = upper_bound(W, singular_value(W, tolerance))
         return (bound * margin(rows, columns)).view(matrix.shape[:-2])
+
+
+def at_least_single(t: Tensor) -> Tensor:
+    """In single precision what has less of it: a bound that is rounded is none."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
 def margin(rows: int, columns: int) -> float:
