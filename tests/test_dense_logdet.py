@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from flowattn.contractions import L2SelfAttention
-from flowattn.contractions.dense_logdet import (
-    _AttentionLogAbsDet,
-    _BallLogAbsDet,
-    _step_by_step,
-    attention_logabsdet,
-)
+from flowattn.contractions.dense_logdet import _AttentionLogAbsDet, _step_by_step, attention_logabsdet
 
 
 def factors(
@@ -59,14 +54,14 @@ def test_it_is_what_it_is_step_by_step(shape, each):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10 * other.abs().max().item())
 
 
-@pytest.mark.parametrize(("kind", "radius"), [(_AttentionLogAbsDet, None), (_BallLogAbsDet, 1.0)])
-def test_it_is_taken_by_dense_blocks_that_train(kind, radius, monkeypatch):
+@pytest.mark.parametrize(("R_ndim", "radius"), [(3, None), (5, 1.0)])
+def test_it_is_taken_by_dense_blocks_that_train(R_ndim, radius, monkeypatch):
     calls = []
-    apply = kind.apply
-    monkeypatch.setattr(kind, "apply", lambda *given: calls.append(given) or apply(*given))
+    apply = _AttentionLogAbsDet.apply
+    monkeypatch.setattr(_AttentionLogAbsDet, "apply", lambda *given: calls.append(given) or apply(*given))
     f, x = L2SelfAttention(2, 2, radius=radius), torch.randn(3, 4, 2)
     f.forward_and_logabsdet(x)
-    assert len(calls) == 1
+    assert len(calls) == 1 and calls[0][2].ndim == R_ndim
     with torch.no_grad():
         f.forward_and_logabsdet(x)
     assert len(calls) == 1

@@ -12,6 +12,7 @@ takes a third longer.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor
 from flowattn.attention import centred, heads_jacobian
 from flowattn.checks import can_look, in_forward_mode
 from flowattn.determinants import invert, logabsdet_of_blocks
+
+Pull = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 Found = tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]
 
@@ -44,7 +47,7 @@ def attention_logabsdet(
     is_recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     if not (is_recorded and can_look(*given)) or in_forward_mode():
         return _step_by_step(*given)
-    found: Found = (_AttentionLogAbsDet if R.ndim == 3 else _BallLogAbsDet).apply(z, B, R, bias)
+    found: Found = _AttentionLogAbsDet.apply(z, B, R, bias)
     return found
 
 
@@ -54,83 +57,75 @@ def _step_by_step(z: Tensor, B: Tensor, R: Tensor, bias: Tensor | None = None) -
 
 
 class _AttentionLogAbsDet(torch.autograd.Function):
-    """Tokens come last in here, [batch, heads, width, tokens], and pairs of them, [batch, heads, width, i, j]."""
+    """Tokens come last in here, [batch, heads, width, tokens], and pairs of them, [batch, heads, width, i, j].
+
+    All is computed of -J, so t and S have the other sign.
+    """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, B: Tensor, R: Tensor, bias: Tensor | None) -> Found:
         ctx.save_for_backward(z, B, R, bias)
-        _, width, features = B.shape
-        z, centre = centred(z, causal=False)
+        z, ctx.centre = centred(z, causal=False)
         z = z.mT.contiguous()
-        P = _weights(z, bias)
-        BR = torch.cat([B, R * (2 / math.sqrt(width))], -1).expand(len(z), -1, -1, -1).flatten(0, 1)
-        a, b = torch.bmm(BR.mT, z.flatten(0, 1)).unflatten(0, z.shape[:2]).split(features, 2)
-        mean = a @ P.mT
-        # All is computed of -J, so t and S have the other sign.
-        t = (mean.unsqueeze(-1) - a.unsqueeze(-2)).mul_(P.unsqueeze(2))
-        u = b.unsqueeze(-1) - b.unsqueeze(-2)
-        S = (B.mT @ R).neg_()
-        logabsdet, ctx.of_pairs = _determinant(P, t, S, u, b)
-        ctx.known = centre, z, BR, P, a
-        return _value(mean, centre, B), logabsdet
+        mean, logabsdet, ctx.pull = (_constant if R.ndim == 3 else _ball)(z, _weights(z, bias), B, R)
+        return _value(mean, ctx.centre, B), logabsdet
 
     @staticmethod
     def backward(ctx: Any, g_value: Tensor, g: Tensor) -> Any:
         if torch.is_grad_enabled() or not can_look(g_value, g):
             return _differentiable(ctx.saved_tensors, g_value, g)
-        _, B, R, bias = ctx.saved_tensors
-        centre, z, BR, P, a = ctx.known
-        features, steep = B.shape[-1], 2 / math.sqrt(B.shape[1])
-        g = g.neg().view(-1, 1, 1, 1)
-        of_logits, rows, columns, dS, db = ctx.of_pairs
-        rows, columns, db = rows * g, columns * g, db * g
+        dz, dB, dR, dlogits = ctx.pull(g_value, g.neg().view(-1, 1, 1, 1))
+        dB += ctx.centre.squeeze(2).movedim(0, -1) @ g_value.sum(1)
+        bias = ctx.saved_tensors[3]
+        return dz.mT, dB, dR, dlogits.sum_to_size(bias.shape) if ctx.needs_input_grad[3] else None
+
+
+def _constant(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Pull]:
+    """The means times B, log|det(I + J)|, and what takes gradients after both to those of z, B, R and the logits."""
+    _, width, features = B.shape
+    steep = 2 / math.sqrt(width)
+    BR = torch.cat([B, R * steep], -1).expand(len(z), -1, -1, -1).flatten(0, 1)
+    a, b = torch.bmm(BR.mT, z.flatten(0, 1)).unflatten(0, z.shape[:2]).split(features, 2)
+    mean = a @ P.mT
+    t = (mean.unsqueeze(-1) - a.unsqueeze(-2)).mul_(P.unsqueeze(2))
+    u = b.unsqueeze(-1) - b.unsqueeze(-2)
+    logabsdet, (of_logits, of_rows, of_columns, of_S, of_b) = _determinant(P, t, (B.mT @ R).neg_(), u, b)
+
+    def pull(g_value: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        rows, columns, db = of_rows * g, of_columns * g, of_b * g
         dmean = rows + g_value.mT.unsqueeze(1)
         da = dmean @ P - columns
         dlogits, moved = _through_logits(torch.addcmul(of_logits * g, P, dmean.mT @ a), P, z)
         dab = torch.cat([da, db], 2)
         dz = torch.baddbmm(moved.flatten(0, 1), BR, dab.flatten(0, 1), beta=steep).view_as(z)
         dBR = (z @ dab.mT).sum(0)
-        dS = (g.view(1, -1) @ dS.flatten(1)).view(dS.shape[1:])
-        dB = dBR[..., :features] + centre.squeeze(2).movedim(0, -1) @ g_value.sum(1) - R @ dS.mT
-        dR = dBR[..., features:] * steep - B @ dS
-        return dz.mT, dB, dR, dlogits.sum_to_size(bias.shape) if ctx.needs_input_grad[3] else None
+        dS = (g.view(1, -1) @ of_S.flatten(1)).view(of_S.shape[1:])
+        return dz, dBR[..., :features] - R @ dS.mT, dBR[..., features:] * steep - B @ dS, dlogits
+
+    return mean, logabsdet, pull
 
 
-class _BallLogAbsDet(torch.autograd.Function):
+def _ball(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Pull]:
     r"""The same for an R of each token, as a ball makes it: now :math:`S_j = B^T R_j`, and b has the two tokens.
 
     .. math:: b_{ij} = \tfrac2s R_j^T z_i, \qquad u_{ij} = b_{ij} - b_{jj}, \qquad
         \text{own}_i = \sum_l t_{il} b_{li}^T = \tfrac2s \tau_i R_i, \quad \tau_i = \sum_l t_{il} z_l^T
     """
+    steep = 2 / math.sqrt(B.shape[1])
+    a = B.mT @ z
+    mean = a @ P.mT
+    t = (mean.unsqueeze(-1) - a.unsqueeze(-2)).mul_(P.unsqueeze(2))
+    logabsdet, (of_logits, rows, columns, of_z, of_B, of_R) = _ball_determinant(P, t, z, B, R * steep)
 
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, B: Tensor, R: Tensor, bias: Tensor | None) -> Found:
-        ctx.save_for_backward(z, B, R, bias)
-        z, centre = centred(z, causal=False)
-        z = z.mT.contiguous()
-        P = _weights(z, bias)
-        a = B.mT @ z
-        mean = a @ P.mT
-        t = (mean.unsqueeze(-1) - a.unsqueeze(-2)).mul_(P.unsqueeze(2))
-        logabsdet, ctx.of_pairs = _ball_determinant(P, t, z, B, R * (2 / math.sqrt(len(B[0]))))
-        ctx.known = centre, z, P, a
-        return _value(mean, centre, B), logabsdet
-
-    @staticmethod
-    def backward(ctx: Any, g_value: Tensor, g: Tensor) -> Any:
-        if torch.is_grad_enabled() or not can_look(g_value, g):
-            return _differentiable(ctx.saved_tensors, g_value, g)
-        _, B, _, bias = ctx.saved_tensors
-        centre, z, P, a = ctx.known
-        g = g.neg().view(-1, 1, 1, 1)
-        of_logits, rows, columns, dz, dB, dR = ctx.of_pairs
+    def pull(g_value: Tensor, g: Tensor) -> tuple[Tensor, ...]:
         dmean = torch.addcmul(g_value.mT.unsqueeze(1), rows, g)
         da = torch.addcmul(dmean @ P, columns, g, value=-1)
         dlogits, moved = _through_logits(torch.addcmul(of_logits * g, P, dmean.mT @ a), P, z)
-        dz = torch.addcmul(torch.add(B @ da, moved, alpha=2 / math.sqrt(len(B[0]))), dz, g)
-        own = (g.view(1, -1) @ dB.flatten(1)).view_as(B)
-        dB = (z @ da.mT).sum(0) + centre.squeeze(2).movedim(0, -1) @ g_value.sum(1) + own
-        return dz.mT, dB, dR * g.unsqueeze(-1), dlogits.sum_to_size(bias.shape) if ctx.needs_input_grad[3] else None
+        dz = torch.addcmul(torch.add(B @ da, moved, alpha=steep), of_z, g)
+        own = (g.view(1, -1) @ of_B.flatten(1)).view_as(B)
+        return dz, (z @ da.mT).sum(0) + own, of_R * g.unsqueeze(-1), dlogits
+
+    return mean, logabsdet, pull
 
 
 def _value(mean: Tensor, centre: Tensor, B: Tensor) -> Tensor:
