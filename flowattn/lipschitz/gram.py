@@ -70,7 +70,9 @@ def iterate(matrices: Tensor, iteration: Iteration) -> tuple[Tensor, Callable[[]
 
 def scaled(W: Tensor) -> tuple[Tensor, Tensor]:
     """Matrices of largest entry 1, and that entry. A bound of W / size times size needs no gradient of size."""
-    size = W.detach().abs().amax((-2, -1), keepdim=True)
+    # Without |W|, whose fresh memory costs more than looking twice.
+    highest, lowest = (extreme(W.detach(), (-2, -1), keepdim=True) for extreme in (torch.amax, torch.amin))
+    size = torch.maximum(highest, -lowest)
     return W / size.clamp_min(_tiny(W)), size
 
 
@@ -156,11 +158,12 @@ def _shifted(num_squarings: int, P: Tensor) -> list[Tensor]:
     for _ in range(num_squarings):
         share = torch.linalg.vector_norm(P, dim=(-2, -1), keepdim=True).square() / (2 * rank * mean.square())
         s = share.clamp_min(0.25) * mean
-        Q = _add_identity(P / s, -1.0)
+        # Fresh memory costs more than the division; only the P of the caller, and one to be differentiated, is kept.
+        Q = _add_identity(P.div_(s) if steps and not torch.is_grad_enabled() else P / s, -1.0)
         steps.append((Q, s, share))
         P, mean = torch.bmm(Q, Q), torch.ones_like(s)
     D = _add_identity(P if steps else P.clone(), -mean)
-    deviation = (D.square().sum((-2, -1), keepdim=True) + eps**2).sqrt()  # smooth at zero
+    deviation = (_inner(D, D) + eps**2).sqrt()  # smooth at zero
     eigenvalue = mean + math.sqrt(1 - 1 / rank) * deviation
     tape = [D, deviation]
     for Q, s, share in reversed(steps):
@@ -180,8 +183,8 @@ def _shifted_gradient(tape: Sequence[Tensor]) -> Tensor:
     rank = D.shape[-1]
     A = _add_identity(math.sqrt(1 - 1 / rank) / deviation * D, 1 / rank)
     for Q, share, root in zip(steps[::3], steps[1::3], steps[2::3], strict=True):
-        weight = (1 - (A * Q).sum((-2, -1), keepdim=True) / root) * share / rank
-        A = torch.baddbmm(weight * Q, Q / root, A)
+        weight = (1 - _inner(A, Q) / root) * share / rank
+        A = torch.bmm(Q, A).div_(root).addcmul_(Q, weight)
     return A
 
 
@@ -189,6 +192,11 @@ def _add_identity(P: Tensor, factor: Tensor | float) -> Tensor:
     """P + factor I, in place."""
     P.diagonal(dim1=-2, dim2=-1).add_(factor if isinstance(factor, float) else factor.squeeze(-1))
     return P
+
+
+def _inner(P: Tensor, Q: Tensor) -> Tensor:
+    """The inner products of matrices, [batch, 1, 1], with no room for the products of their entries."""
+    return torch.bmm(P.reshape(len(P), 1, -1), Q.reshape(len(Q), -1, 1))
 
 
 def _tiny(like: Tensor) -> float:
