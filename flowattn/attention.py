@@ -171,14 +171,15 @@ def l2_attention_linearize(
     z, centre = centred(z, causal)
     P = _weights(z, bias, causal)
     m = P @ z
-    # Terms of dL that are the same for every key drop out: what is left is one product.
     steep, width = 2 / math.sqrt(z.shape[-1]), z.shape[-1]
     queries, counted = steep * F.pad(z, (0, 1), value=-1.0), F.pad(z, (0, 1), value=1.0)
 
     def push(dz: Tensor) -> Tensor:
-        keys = torch.cat([z, dz, (z * dz).sum(-1, keepdim=True)], -1)
-        change = torch.cat([steep * dz, queries], -1) @ keys.mT
-        weighted = change.mul_(P) if nothing_is_recorded() else change * P
+        own = (z * dz).sum(-1, keepdim=True)
+        dL = torch.cat([steep * dz, -steep * own, queries], -1) @ torch.cat([counted, dz, own], -1).mT
+        weighted = dL.mul_(P) if nothing_is_recorded() else dL * P
+        # What a token does to itself is nothing, or rounding, which would be multiplied by the size of the tokens.
+        weighted.diagonal(dim1=-2, dim2=-1).zero_()
         # Products of few rows are quicker than those of few columns.
         moved, total = (counted.mT @ weighted.mT).mT.split([width, 1], -1)
         return (dz.mT @ P.mT).mT + torch.addcmul(moved, total, m, value=-1)

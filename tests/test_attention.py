@@ -571,6 +571,17 @@ def test_gradients_keep_their_digits_however_far_tokens_lie(scale, offset, causa
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=5e-4)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [1, 10, 1e2, 1e3, 1e4, 1e6, 1e15])
+def test_directional_derivatives_keep_their_digits_however_far_tokens_lie(scale, causal):
+    z, dz = scale * torch.randn(2, 3, 60, 8), torch.randn(2, 3, 60, 8)
+    got = l2_attention_jvp(z, dz, causal=causal)[1]
+    expected = l2_attention_jvp(z.double(), dz.double(), causal=causal)[1]
+    assert (got - expected).norm() < 2e-4 * expected.norm()
+    if scale >= 1e4:  # each sees itself alone
+        close(got, dz, 1e-5)
+
+
 @pytest.mark.parametrize("rows", [None, 1, 12])
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_kind_of_derivative_may_be_taken_of_tokens_far_apart(causal, rows):

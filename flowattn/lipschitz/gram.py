@@ -154,7 +154,7 @@ def _shifted(num_squarings: int, P: Tensor) -> list[Tensor]:
     rank, eps = P.shape[-1], torch.finfo(P.dtype).eps
     # The clamps are for a zero matrix.
     mean = P.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(0.5) / rank
-    steps = []
+    steps: list[tuple[Tensor, Tensor, Tensor]] = []
     for _ in range(num_squarings):
         share = torch.linalg.vector_norm(P, dim=(-2, -1), keepdim=True).square() / (2 * rank * mean.square())
         s = share.clamp_min(0.25) * mean
