@@ -1,5 +1,7 @@
 """The log-determinant of dense attention in one step: the same as step by step, in value and in every gradient."""
 
+import copy
+
 import pytest
 import torch
 
@@ -145,3 +147,16 @@ def test_an_empty_batch_has_gradients_too(each):
     assert value.shape == (0, 4, 3) and logabsdet.shape == (0,)
     (value.sum() + logabsdet.sum()).backward()
     assert all((t.grad == 0).all() for t in given)
+
+
+@pytest.mark.parametrize("scale", [1, 10, 100, 1e4])
+def test_gradients_with_padding_keep_their_digits_however_far_tokens_lie(scale):
+    f, x = L2SelfAttention(4, 2, coefficient=0.9), scale * torch.randn(3, 40, 4)
+    mask = torch.ones(3, 40, dtype=torch.bool)
+    mask[1, -3:] = False
+
+    def gradient(f, x):
+        return torch.autograd.grad(f.forward_and_logabsdet(x, mask)[1].sum(), f.W)[0]
+
+    got, expected = gradient(f, x), gradient(copy.deepcopy(f).double(), x.double())
+    assert (got - expected).norm() < 1e-3 * expected.norm()
