@@ -297,14 +297,13 @@ def centred(
 
 
 def _queries_and_keys(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows whose products are -|z_i - z_j|^2 / s.
-
-    The softmax would do without |z_i|^2, but what rounding leaves in the gradient of a row would move its token.
-    """
+    # |z_i|^2 is the same for every key, so the softmax does not need it.
     s = math.sqrt(z.shape[-1])
-    square, one = z.square().sum(-1, keepdim=True), torch.ones_like(z[..., :1])
-    return torch.cat([2 * z, -one, -square], -1) / s, torch.cat([z, square, one], -1)
+    return F.pad(z * (2 / s), (0, 1), value=-1 / s), torch.cat([z, z.square().sum(-1, keepdim=True)], -1)
 
 
 def _weights(z: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-    return softmax_weights(*_queries_and_keys(z), bias, causal)
+    queries, keys = _queries_and_keys(z)
+    # The gradient needs it: what rounding leaves of the sum of a row would else move its token.
+    own = keys[..., -1:] / -math.sqrt(z.shape[-1])
+    return softmax_weights(torch.cat([queries, own], -1), F.pad(keys, (0, 1), value=1.0), bias, causal)
