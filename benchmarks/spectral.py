@@ -24,7 +24,7 @@ TOLERANCE = 0.01
 def unshifted(matrix: Tensor) -> Tensor:
     """Gram iteration as it was published, to the same tolerance."""
     num_squarings = gram._num_plain(len(matrix), TOLERANCE)
-    return gram._GramIteration.apply(matrix[None], num_squarings, False)[0]
+    return gram.upper_bound(matrix[None], gram.of_gram(gram.plain(num_squarings)))
 
 
 def exact(matrix: Tensor) -> Tensor:

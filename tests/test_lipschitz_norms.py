@@ -280,7 +280,7 @@ def test_a_search_over_spectra_finds_no_more_than_the_stated_excess(num_squaring
     optimizer = torch.optim.Adam([free], lr=0.1)
     for _ in range(100):
         values = torch.cat([torch.ones(64, 1), free[:, 1:].sigmoid()], -1)
-        found = gram.shifted(num_squarings).run(torch.diag_embed(values.square()))[0].sqrt() - 1
+        found = gram.shifted(num_squarings).run(torch.diag_embed(values.square()), True)[0].sqrt() - 1
         optimizer.zero_grad()
         (-found.clamp_min(1e-12).log().sum()).backward()
         optimizer.step()
@@ -299,14 +299,17 @@ def test_large_matrices_take_few_squarings():
 
 def counting(monkeypatch):
     """The shapes of the matrices whose bounds are computed from now on."""
-    shapes, bound = [], spectral.upper_bound
+    shapes = []
 
-    def count(matrix, iteration):
-        shapes.append(list(matrix.shape))
-        return bound(matrix, iteration)
+    def counted(function):
+        def count(matrix, *args, **kwargs):
+            shapes.append(list(matrix.shape))
+            return function(matrix, *args, **kwargs)
 
-    for module in (spectral, head_norms):
-        monkeypatch.setattr(module, "upper_bound", count)
+        return count
+
+    for module, name in ((spectral, "upper_bound"), (head_norms, "use_up")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
     return shapes
 
 

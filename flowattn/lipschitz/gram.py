@@ -31,6 +31,9 @@ from flowattn.checks import nothing_is_recorded
 #: From this many rows on the products of shifted squarings take longer than the steps between them.
 SHIFTED_FROM = 192
 
+#: Traces of Gram matrices below this are those of zeros.
+SMALLEST_TRACE = 1e-12
+
 #: How far above the singular value so many shifted squarings may end, over (log r + 0.7)^2.4: more than was found by
 #: a search over spectra of 3 to 4096 values. Each further one at least halves it.
 EXCESS = (0.045, 0.0116, 0.003, 0.00077, 0.0002, 0.000075, 0.000031)
@@ -39,32 +42,37 @@ EXCESS = (0.045, 0.0116, 0.003, 0.00077, 0.0002, 0.000075, 0.000031)
 class Iteration(NamedTuple):
     """A way to bound a number of each matrix of a batch, and to differentiate the bound."""
 
-    #: Takes matrices to the bounds, [batch, 1, 1], and to what `gradient` needs.
-    run: Callable[[Tensor], list[Tensor]]
+    #: Takes matrices to the bounds, [batch, 1, 1], and to what `gradient` needs if that is to be kept.
+    run: Callable[[Tensor, bool], list[Tensor]]
     #: Takes that to the gradients of the bounds, like the matrices.
     gradient: Callable[[Sequence[Tensor]], Tensor]
 
 
 def singular_value(W: Tensor, tolerance: float) -> Iteration:
     """For matrices like W: too large by this share of it at most, and by rounding."""
-    return _of_gram(_of_symmetric(min(W.shape[-2:]), tolerance))
+    return of_gram(_of_symmetric(min(W.shape[-2:]), tolerance))
 
 
 def eigenvalue(P: Tensor, tolerance: float) -> Iteration:
     """The same for symmetric matrices without negative eigenvalues, of a trace of 1 or more, or 0."""
-    return _of_symmetric(P.shape[-1], math.sqrt(1 + tolerance) - 1)
+    run, gradient = _of_symmetric(P.shape[-1], math.sqrt(1 + tolerance) - 1)
+    return Iteration(lambda P, keep: run(P.clone(), keep), gradient)
 
 
 def upper_bound(matrices: Tensor, iteration: Iteration) -> Tensor:
     """The bounds, [batch]."""
     if torch.compiler.is_compiling() or nothing_is_recorded():
-        return iteration.run(matrices)[0].view(-1)
+        return iteration.run(matrices, torch.compiler.is_compiling())[0].view(-1)
     return _Bound.apply(matrices, iteration)[0].view(-1)
 
 
-def iterate(matrices: Tensor, iteration: Iteration) -> tuple[Tensor, Callable[[], Tensor]]:
-    """The bounds and their gradients, which are computed when they are called for. Neither is recorded."""
-    found, *tape = iteration.run(matrices)
+def use_up(P: Tensor, tolerance: float, *, keep: bool) -> tuple[Tensor, Callable[[], Tensor]]:
+    """The bounds of `eigenvalue`, computed in the memory of P, and a function that computes their gradients.
+
+    Neither is recorded. The function works if its material is to be kept.
+    """
+    iteration = _of_symmetric(P.shape[-1], math.sqrt(1 + tolerance) - 1)
+    found, *tape = iteration.run(P, keep)
     return found.view(-1), functools.partial(iteration.gradient, tape)
 
 
@@ -76,15 +84,15 @@ def scaled(W: Tensor) -> tuple[Tensor, Tensor]:
     return W / size.clamp_min(_tiny(W)), size
 
 
-def _of_gram(iteration: Iteration) -> Iteration:
+def of_gram(iteration: Iteration) -> Iteration:
     """The largest singular value, whose square is the largest eigenvalue of the Gram matrix."""
     return Iteration(functools.partial(_root, iteration), functools.partial(_root_gradient, iteration))
 
 
-def _root(iteration: Iteration, W: Tensor) -> list[Tensor]:
+def _root(iteration: Iteration, W: Tensor, keep: bool) -> list[Tensor]:
     W, size = scaled(W)
     gram = torch.bmm(W, W.mT) if W.shape[-2] <= W.shape[-1] else torch.bmm(W.mT, W)  # quicker to call than @
-    square, *tape = iteration.run(gram)
+    square, *tape = iteration.run(gram, keep)
     root = square.clamp_min(0.5).sqrt()  # at least 1, but for a zero matrix, where it would have no gradient
     return [root * size, W, root, *tape]
 
@@ -96,7 +104,7 @@ def _root_gradient(iteration: Iteration, tape: Sequence[Tensor]) -> Tensor:
 
 
 def _of_symmetric(rank: int, tolerance: float) -> Iteration:
-    """For a tolerance of the square root of the eigenvalue."""
+    """For a tolerance of the square root of the eigenvalue. It uses up the matrices, unless that is recorded."""
     if rank < SHIFTED_FROM:
         return plain(_num_plain(rank, tolerance))
     return shifted(_num_shifted(rank, tolerance))
@@ -117,22 +125,32 @@ def plain(num_squarings: int) -> Iteration:
     return Iteration(functools.partial(_plain, num_squarings), _plain_gradient)
 
 
-def _plain(num_squarings: int, P: Tensor) -> list[Tensor]:
+def _plain(num_squarings: int, P: Tensor, keep: bool) -> list[Tensor]:
     size, power = _normalized(P)
-    powers, share = [power], torch.ones_like(size)
+    powers, share, spare = [power], torch.ones_like(size), None if keep else torch.empty_like(P)
     for k in range(1, num_squarings + 1):
-        power = torch.bmm(power, power)
+        power, spare = _square(power, spare)
         if k % 3 == 0 or k == num_squarings:  # three squarings shrink a power of norm 1 to no less than r^-4
             norm, power = _normalized(power)
             share = share * norm ** (1 / 2**k)
         powers.append(power)
-    return [size * share, share, *powers]
+    return [size * share, share, *powers] if keep else [size * share]
 
 
 def _normalized(P: Tensor) -> tuple[Tensor, Tensor]:
     # The clamp is for a zero matrix, whose bound is 0 and whose gradient is 0.
     norm = torch.linalg.vector_norm(P, dim=(-2, -1), keepdim=True).clamp_min(_tiny(P))
-    return norm, P / norm
+    return norm, _divided(P, norm)
+
+
+def _divided(P: Tensor, by: Tensor) -> Tensor:
+    # Fresh memory costs more than the division.
+    return P / by if torch.is_grad_enabled() else P.div_(by)
+
+
+def _square(Q: Tensor, spare: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The square of Q, in the memory to spare if there is any, and then that of Q to spare."""
+    return torch.bmm(Q, Q, out=spare), None if spare is None else Q
 
 
 def _plain_gradient(tape: Sequence[Tensor]) -> Tensor:
@@ -150,19 +168,19 @@ def shifted(num_squarings: int) -> Iteration:
     return Iteration(functools.partial(_shifted, num_squarings), _shifted_gradient)
 
 
-def _shifted(num_squarings: int, P: Tensor) -> list[Tensor]:
+def _shifted(num_squarings: int, P: Tensor, keep: bool) -> list[Tensor]:
     rank, eps = P.shape[-1], torch.finfo(P.dtype).eps
     # The clamps are for a zero matrix.
-    mean = P.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(0.5) / rank
+    mean = P.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(SMALLEST_TRACE) / rank
     steps: list[tuple[Tensor, Tensor, Tensor]] = []
+    spare = None if keep else torch.empty_like(P)
     for _ in range(num_squarings):
         share = torch.linalg.vector_norm(P, dim=(-2, -1), keepdim=True).square() / (2 * rank * mean.square())
         s = share.clamp_min(0.25) * mean
-        # Fresh memory costs more than the division; only the P of the caller, and one to be differentiated, is kept.
-        Q = _add_identity(P.div_(s) if steps and not torch.is_grad_enabled() else P / s, -1.0)
+        Q = _add_identity(_divided(P, s), -1.0)
         steps.append((Q, s, share))
-        P, mean = torch.bmm(Q, Q), torch.ones_like(s)
-    D = _add_identity(P if steps else P.clone(), -mean)
+        (P, spare), mean = _square(Q, spare), torch.ones_like(s)
+    D = _add_identity(P, -mean)
     deviation = (_inner(D, D) + eps**2).sqrt()  # smooth at zero
     eigenvalue = mean + math.sqrt(1 - 1 / rank) * deviation
     tape = [D, deviation]
@@ -170,7 +188,7 @@ def _shifted(num_squarings: int, P: Tensor) -> list[Tensor]:
         root = eigenvalue.sqrt()
         eigenvalue = s * (1 + root)
         tape += [Q, share, root]
-    return [eigenvalue, *tape]
+    return [eigenvalue, *tape] if keep else [eigenvalue]
 
 
 def _shifted_gradient(tape: Sequence[Tensor]) -> Tensor:
@@ -210,7 +228,7 @@ class _Bound(torch.autograd.Function):
 
     @staticmethod
     def forward(matrices: Tensor, iteration: Iteration) -> tuple[Tensor, ...]:
-        return tuple(iteration.run(matrices))
+        return tuple(iteration.run(matrices, True))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -226,11 +244,11 @@ class _Bound(torch.autograd.Function):
             return None, None
         matrices, *tape = ctx.saved_tensors
         if torch.is_grad_enabled():
-            pull = torch.func.vjp(lambda matrices: ctx.iteration.run(matrices)[0], matrices)[1]
+            pull = torch.func.vjp(lambda matrices: ctx.iteration.run(matrices, True)[0], matrices)[1]
             return *pull(g), None
         return ctx.iteration.gradient(tape) * g, None
 
     @staticmethod
     def jvp(ctx: Any, change: Tensor, *_: None) -> Any:
-        _, *tape = ctx.iteration.run(ctx.saved_tensors[0])  # anew, to be differentiable
+        _, *tape = ctx.iteration.run(ctx.saved_tensors[0], True)  # anew, to be differentiable
         return (ctx.iteration.gradient(tape) * change).sum((-2, -1), keepdim=True), *[None] * len(tape)

@@ -6,135 +6,71 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from flowattn.checks import can_look, in_forward_mode, without_autocast
-from flowattn.lipschitz.gram import eigenvalue, iterate, scaled, singular_value, upper_bound
+from flowattn.checks import can_look, in_forward_mode, nothing_is_recorded, without_autocast
+from flowattn.lipschitz.gram import eigenvalue, scaled, upper_bound, use_up
 from flowattn.lipschitz.spectral import at_least_single, margin, spectral_norm_bound
 
 #: The large matrix of all heads is not worth as many squarings as each of them.
 TOLERANCE, TOLERANCE_OF_ALL = 0.01, 0.085
 
+#: Gram matrices with traces between these have lost nothing to numbers that are too small or too large.
+LOWEST, HIGHEST = 1e-10, 1e10
+
 Norms = tuple[Tensor, ...]
+
+#: Takes the gradients of norms to those of W and B.
+Pull = Callable[..., tuple[Tensor, Tensor]]
 
 
 def head_norms(W: Tensor, B: Tensor) -> Norms:
     """Upper bounds of the norms of W [H, D, d] and B [H, d, D] of each head, [H], and of the stack of all B, []."""
-    return _recorded(_HeadNorms, _head_norms, W, B)
+    return _by_grams(_grams, _head_norms, _plain_head_norms, W, B)
 
 
 def single_head_norms(W: Tensor, B: Tensor) -> Norms:
     r"""Upper bounds of :math:`|W||B|` and :math:`\tfrac12 |\alpha B B^T + \alpha^{-1} W^T W|` of one head, [1]."""
-    return _recorded(_SingleHeadNorms, _single_head_norms, W, B)
+    return _by_grams(_two_grams, _single_head_norms, _plain_single_head_norms, W, B)
 
 
-def _recorded(function: Any, plain: Callable[..., Norms], W: Tensor, B: Tensor) -> Norms:
+def _by_grams(
+    grams_of: Callable[..., tuple[Tensor, ...]],
+    norms_of: Callable[..., tuple[Norms, Pull]],
+    plain: Callable[..., Norms],
+    W: Tensor,
+    B: Tensor,
+) -> Norms:
+    """The norms from Gram matrices, or the plain way where these may not be looked at, or have lost something."""
     is_usual = W.shape[1] == B.shape[2] and W.dtype == B.dtype in (torch.float32, torch.float64)
-    if not (is_usual and torch.is_grad_enabled() and can_look(W, B)) or in_forward_mode():
+    if not (is_usual and can_look(W, B)) or in_forward_mode():
         return plain(W, B)
     with without_autocast(W):
-        norms: Norms = function.apply(W, B)
+        with torch.no_grad():
+            traces, *grams = grams_of(W, B)
+            low, high = traces.aminmax()
+        if not LOWEST < low.item() <= high.item() < HIGHEST:  # or NaN
+            return plain(W, B)
+        if nothing_is_recorded():
+            return norms_of(W, B, traces, *grams, keep=False)[0]
+        norms: Norms = _Norms.apply(W, B, (traces, *grams), norms_of, plain)
         return norms
 
 
-# -- many heads
-
-
-def _head_norms(W: Tensor, B: Tensor) -> Norms:
-    if W.shape[1] == B.shape[2]:
-        norm_W, norm_B = spectral_norm_bound(torch.cat([W.mT, B]), TOLERANCE).chunk(2)
-    else:
-        norm_W, norm_B = spectral_norm_bound(W, TOLERANCE), spectral_norm_bound(B, TOLERANCE)
-    return norm_W, norm_B, spectral_norm_bound(B.flatten(0, 1), TOLERANCE_OF_ALL)
-
-
-class _HeadNorms(torch.autograd.Function):
+class _Norms(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, W: Tensor, B: Tensor) -> Norms:
+    def forward(ctx: Any, W: Tensor, B: Tensor, grams: tuple[Tensor, ...], norms_of: Any, plain: Any) -> Norms:
         ctx.save_for_backward(W, B)
-        heads, all_heads = torch.cat([W.mT, B]), B.reshape(1, -1, B.shape[-1])
-        norms, ctx.of_heads = iterate(heads, singular_value(heads, TOLERANCE))
-        norm_of_all, ctx.of_all = iterate(all_heads, singular_value(all_heads, TOLERANCE_OF_ALL))
-        norm_W, norm_B = (norms * margin(*B.shape[1:])).chunk(2)
-        return norm_W, norm_B, (norm_of_all * margin(*all_heads.shape[1:])).view(())
+        ctx.plain = plain
+        norms, ctx.pull = norms_of(W, B, *grams, keep=True)
+        return norms
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor) -> Any:
+        W, B = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _differentiable(_head_norms, ctx.saved_tensors, g)
-        _, B = ctx.saved_tensors
-        weights = torch.cat(g[:2]) * margin(*B.shape[1:])
-        dW, dB = (ctx.of_heads() * weights[:, None, None]).chunk(2)
-        of_all = ctx.of_all().view(B.shape) * (g[2] * margin(B.shape[:2].numel(), B.shape[2]))
-        return dW.mT, dB + of_all
-
-
-# -- one head
-
-
-def _single_head_norms(W: Tensor, B: Tensor) -> Norms:
-    with without_autocast(W):
-        pair, size = _scaled_pair(at_least_single(W), at_least_single(B))
-        grams = _with_mean(torch.bmm(pair, pair.mT))
-        norms = upper_bound(grams, eigenvalue(grams, TOLERANCE))
-        return _joined(norms * margin(*pair.shape[1:]), size)
-
-
-def _scaled_pair(W: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-    """W^T and B of Frobenius norm 1, so that both have the same share in their sum, and those norms."""
-    wider = B.shape[2] - W.shape[1]
-    W_t = F.pad(W.mT, (0, wider)) if wider > 0 else W.mT
-    pair = torch.cat([W_t, F.pad(B, (0, -wider)) if wider < 0 else B])
-    pair, largest = scaled(pair)
-    size = torch.linalg.vector_norm(pair, dim=(-2, -1), keepdim=True).clamp_min(0.5)  # for a zero matrix
-    return pair / size, size * largest
-
-
-def _with_mean(grams: Tensor) -> Tensor:
-    return torch.cat([grams, grams.mean(0, keepdim=True)])
-
-
-def _joined(norms: Tensor, size: Tensor) -> Norms:
-    norm_W, norm_B, norm_of_both = norms.unbind()
-    product = (norm_W * norm_B).clamp_min(torch.finfo(norms.dtype).tiny).sqrt()
-    size = size.prod(0).view(1)
-    return product * size, torch.minimum(product, norm_of_both) * size
-
-
-class _SingleHeadNorms(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, W: Tensor, B: Tensor) -> Norms:
-        ctx.save_for_backward(W, B)
-        pair, size = _scaled_pair(W, B)
-        grams = _with_mean(torch.bmm(pair, pair.mT))
-        norms, of_grams = iterate(grams, eigenvalue(grams, TOLERANCE))
-        norms = norms * margin(*pair.shape[1:])
-        ctx.tape = pair, size, norms, of_grams
-        return _joined(norms, size)
-
-    @staticmethod
-    def backward(ctx: Any, *g: Tensor) -> Any:
-        r"""With G the scaled Gram matrices and A the gradients of their norms, for both factors X of Frobenius norm s
-
-        .. math:: \nabla |W||B| = s' \sqrt{\lambda' / \lambda}\, A X / s, \qquad
-            \nabla \tfrac12 |\ldots| = s' (A_+ + (\lambda_+ - \langle A_+, G \rangle) I) X / s,
-
-        a prime meaning the other of the two, and + their mean.
-        """
-        if torch.is_grad_enabled():
-            return _differentiable(_single_head_norms, ctx.saved_tensors, g)
-        pair, size, norms, of_grams = ctx.tape
-        A, both = of_grams() * margin(*pair.shape[1:]), norms[2]
-        others, scale = size.flip(0), norms[:2, None, None]
-        is_product = norms[:2].prod() <= both.square()
-        g_product = g[0] + torch.where(is_product, g[1], 0)
-        g_both = torch.where(is_product, 0, g[1])
-        turned = A[2] @ pair
-        own = both - (turned * pair).sum((-2, -1), keepdim=True)
-        step = g_product * others * (scale.flip(0) / scale.clamp_min(1e-12)).sqrt() * torch.bmm(A[:2], pair)
-        dW, dB = (step + g_both * others * (turned + own * pair)).split(1)
-        return dW.mT, dB
+            return *_differentiable(ctx.plain, (W, B), g), None, None, None
+        return *ctx.pull(W, B, *g), None, None, None
 
 
 def _differentiable(plain: Callable[..., Norms], given: tuple[Tensor, ...], g: tuple[Tensor, ...]) -> Any:
@@ -143,3 +79,123 @@ def _differentiable(plain: Callable[..., Norms], given: tuple[Tensor, ...], g: t
     wanted = [t for t in given if t.requires_grad]
     gradients = iter(torch.autograd.grad(norms, wanted, weights, create_graph=True))
     return tuple(next(gradients) if t.requires_grad else None for t in given)
+
+
+# -- many heads
+
+
+def _plain_head_norms(W: Tensor, B: Tensor) -> Norms:
+    norm_W, norm_B = (spectral_norm_bound(t, TOLERANCE) for t in (W, B))
+    return norm_W, norm_B, spectral_norm_bound(B.flatten(0, 1), TOLERANCE_OF_ALL)
+
+
+def _grams(W: Tensor, B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The Gram matrices of W and B of each head, their traces in front, and that of the stack of all B."""
+    heads, of_W, of_B, stack = len(W), _wide(W), _wide(B), _wide(_stack(B))
+    of_all = torch.bmm(stack, stack.mT)
+    of_each = B.new_empty(2 * heads, *of_B.shape[1:2] * 2)
+    torch.bmm(of_W, of_W.mT, out=of_each[:heads])
+    if _is_wide(_stack(B)):  # then those of its heads are in it
+        of_each[heads:] = _own_blocks(of_all, heads)
+    else:
+        torch.bmm(of_B, of_B.mT, out=of_each[heads:])
+    return of_each.diagonal(dim1=-2, dim2=-1).sum(-1), of_each, of_all
+
+
+def _head_norms(
+    W: Tensor, B: Tensor, traces: Tensor, of_each: Tensor, of_all: Tensor, *, keep: bool
+) -> tuple[Norms, Pull]:
+    size, size_of_all = margin(*B.shape[1:]), margin(*_stack(B).shape[1:])
+    squares, gradients = use_up(of_each, (1 + TOLERANCE) ** 2 - 1, keep=keep)
+    square_of_all, gradient_of_all = use_up(of_all, (1 + TOLERANCE_OF_ALL) ** 2 - 1, keep=keep)
+    each, whole = squares.sqrt() * size, square_of_all.sqrt() * size_of_all
+
+    def pull(W: Tensor, B: Tensor, g_W: Tensor, g_B: Tensor, g_all: Tensor) -> tuple[Tensor, Tensor]:
+        # With A the gradient of the square after X X^T, that of its root r after X is A X / r.
+        A_W, A_B = (gradients() * (torch.cat([g_W, g_B]) * each / squares)[:, None, None]).chunk(2)
+        A, stack = gradient_of_all() * (g_all * whole / square_of_all), _stack(B)
+        if _is_wide(stack):
+            _own_blocks(A, len(B)).add_(A_B)
+            return _times(A_W, W), _times(A, stack).view(B.shape)
+        return _times(A_W, W), _times(A_B, B) + _times(A, stack).reshape(B.shape)
+
+    return (*each.chunk(2), whole.view(())), pull
+
+
+def _stack(B: Tensor) -> Tensor:
+    return B.reshape(1, -1, B.shape[2])
+
+
+def _own_blocks(of_all: Tensor, heads: int) -> Tensor:
+    """The blocks of each head with itself, [H, d, d], as a view."""
+    return of_all[0].unflatten(1, (heads, -1)).unflatten(0, (heads, -1)).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+
+
+def _is_wide(X: Tensor) -> bool:
+    return X.shape[-2] <= X.shape[-1]
+
+
+def _wide(X: Tensor) -> Tensor:
+    """Matrices with no more rows than columns, of the same norms."""
+    return X if _is_wide(X) else X.mT
+
+
+def _times(A: Tensor, X: Tensor) -> Tensor:
+    """The product with the wide matrices, which lie then as they did."""
+    return torch.bmm(A, X) if _is_wide(X) else torch.bmm(A, X.mT).mT
+
+
+# -- one head
+
+
+def _plain_single_head_norms(W: Tensor, B: Tensor) -> Norms:
+    with without_autocast(W):
+        (of_W, size_W), (of_B, size_B) = (_gram_of_trace_one(t) for t in map(at_least_single, (W.mT, B)))
+        grams = torch.cat([of_W, of_B, (of_W + of_B) / 2])
+        norms = upper_bound(grams, eigenvalue(grams, TOLERANCE)) * margin(*B.shape[1:])
+        product = norms[:2].prod(0, keepdim=True).clamp_min(torch.finfo(norms.dtype).tiny).sqrt()
+        size = size_W * size_B
+        return product * size, torch.minimum(product, norms[2:]) * size
+
+
+def _gram_of_trace_one(X: Tensor) -> tuple[Tensor, Tensor]:
+    """The Gram matrix of X over its Frobenius norm, so that W and B have the same share in their mean; that norm."""
+    X, largest = scaled(X)
+    size = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True).clamp_min(0.5)  # for a zero matrix
+    X = X / size
+    return torch.bmm(X, X.mT), (size * largest).view(1)
+
+
+def _two_grams(W: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+    """The Gram matrices of W and B, room for their mean, and the traces of the two in front."""
+    grams = B.new_empty(3, *B.shape[1:2] * 2)
+    torch.bmm(W.mT, W, out=grams[:1])
+    torch.bmm(B, B.mT, out=grams[1:2])
+    return grams[:2].diagonal(dim1=-2, dim2=-1).sum(-1), grams
+
+
+def _single_head_norms(W: Tensor, B: Tensor, traces: Tensor, grams: Tensor, *, keep: bool) -> tuple[Norms, Pull]:
+    grams[:2].div_(traces[:, None, None])
+    torch.add(*grams[:2], out=grams[2]).mul_(0.5)
+    G = grams[:2].clone() if keep else grams
+    norms, gradients = use_up(grams, TOLERANCE, keep=keep)
+    norms = norms * margin(*B.shape[1:])
+    product, size = norms[:2].prod().sqrt(), traces.prod().sqrt()
+
+    def pull(W: Tensor, B: Tensor, g_product: Tensor, g_mixed: Tensor) -> tuple[Tensor, Tensor]:
+        r"""With A the gradients of the norms of Gram matrices G, for both factors X of Frobenius norm s
+
+        .. math:: \nabla |W||B| = s' \sqrt{\lambda' / \lambda}\, A X / s, \qquad
+            \nabla \tfrac12 |\ldots| = s' (A_+ + (\lambda_+ - \langle A_+, G \rangle) I) X / s,
+
+        a prime meaning the other of the two, and + their mean.
+        """
+        A = gradients() * margin(*B.shape[1:])
+        both = A[2:].expand(2, -1, -1).clone()
+        both.diagonal(dim1=-2, dim2=-1).add_((norms[2] - (A[2] * G).sum((-2, -1))).unsqueeze(-1))
+        of_product = A[:2] * (product / norms[:2])[:, None, None]
+        step = of_product * (g_product + g_mixed) if product <= norms[2] else of_product * g_product + both * g_mixed
+        step *= (size / traces)[:, None, None]
+        return torch.bmm(W, step[:1]), torch.bmm(step[1:], B)
+
+    return ((product * size).view(1), (torch.minimum(product, norms[2]) * size).view(1)), pull
