@@ -48,8 +48,7 @@ def _by_grams(
     with without_autocast(W):
         with torch.no_grad():
             traces, *grams = grams_of(W, B)
-            low, high = traces.aminmax()
-        if not LOWEST < low.item() <= high.item() < HIGHEST:  # or NaN
+        if not all(LOWEST < trace < HIGHEST for trace in traces.tolist()):  # or NaN
             return plain(W, B)
         if nothing_is_recorded():
             return norms_of(W, B, traces, *grams, keep=False)[0]
