@@ -3,6 +3,7 @@
 import importlib
 
 import pytest
+
 from benchmarks import attention, lipschitz, residual, spectral
 
 SMALL = {

@@ -24,7 +24,7 @@ from flowattn.attention import (
 from flowattn.checks import check_choice, check_positive
 from flowattn.contractions.base import Contraction, Push
 from flowattn.contractions.blocks import HeadBlocks, TokenBlocks
-from flowattn.contractions.dense_logdet import attention_logabsdet
+from flowattn.contractions.dense_logdet import attention_logabsdet, heads_logabsdet
 from flowattn.contractions.position import PositionBias
 from flowattn.lipschitz.bounds import (
     attention_stretch,
@@ -252,7 +252,9 @@ class L2SelfAttention(_SelfAttention):
     def scaled_logabsdet(
         self, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        if scale.numel() == 1 and not self.causal:
+        if scale.numel() == 1 and mask is None and not self.causal:
+            if self.radius is None and context is None:
+                return self.logabsdet_between(self.W, self.B, scale, x)
             return self.logabsdet_with(self.W, self.B * scale, x, mask, context)
         return super().scaled_logabsdet(x, mask, context, scale)
 
@@ -279,7 +281,15 @@ class L2SelfAttention(_SelfAttention):
         self, W: Tensor, B: Tensor, x: Tensor, mask: Tensor | None, context: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The same with log|det(I + J)| of that, without a causal mask."""
-        return attention_logabsdet(*self._factors(W, B, x, mask, context))
+        z, B, R, bias = self._factors(W, B, x, mask, context)
+        if R.ndim == 3:
+            R = R[:, None].expand(*z.shape[:3], -1, -1)
+        return heads_logabsdet(z, B, R, bias)
+
+    def logabsdet_between(self, W: Tensor, B: Tensor, scale: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, scaled, of the tokens x before the linear map, with no radius, mask and context either."""
+        bias = self._bias(x.shape[1], None, x.dtype)
+        return attention_logabsdet(x, W, B, scale, bias, num_heads=self.num_heads)
 
     def _factors(
         self, W: Tensor, B: Tensor, x: Tensor, mask: Tensor | None, context: Tensor | None
