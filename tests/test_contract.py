@@ -292,9 +292,23 @@ def every_check():
 def test_every_transform_keeps_the_contract(name, check, dtype, without_shape_checks):
     entry = TRANSFORMS[name]
     options = {"supports_mask": True, **entry.options}
-    if check == "works_under_torch_func" and iterates(name):
-        options["directions"] = ("forward",)  # the other one is an iteration, which torch.func cannot trace
     check_transform(entry.make, entry.event_shape, context=entry.context, dtype=dtype, only=[check], **options)
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSFORMS if not name.startswith("InverseTransform")])
+def test_inputs_may_lie_in_memory_in_any_order(name):
+    entry = TRANSFORMS[name]
+    torch.manual_seed(0)
+    transform = entry.make()
+    x = torch.randn(4, *entry.event_shape).sigmoid()
+    context = None if entry.context is None else entry.context(4)
+    transform(x, context)  # for what learns from its first batch
+    found = []
+    for inputs in (x, x.mT.contiguous().mT):
+        torch.manual_seed(1)
+        found.append(transform(inputs, context))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 class Broken(Transform):
@@ -360,6 +374,13 @@ class MovesPadding(Broken):
 class LooksAtBatchMates(Broken):
     def outputs(self, inputs, context):
         return super().outputs(inputs - inputs.mean(0), context)
+
+
+class ClampsItsContext(Broken):
+    def outputs(self, inputs, context):
+        if context is not None:
+            context.clamp_(-0.1, 0.1)
+        return inputs * self.scale
 
 
 class WritesIntoInputs(Broken):
@@ -534,3 +555,13 @@ def test_random_numbers_of_the_caller_are_not_touched():
     before = torch.get_rng_state()
     check_transform(Broken, (4, 3), only=["inverse_undoes_it"])
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_context_that_is_written_into_is_named_even_if_once_is_enough():
+    with pytest.raises(ContractViolation, match="it writes into the context"):
+        check_transform(
+            ClampsItsContext,
+            (4, 3),
+            context=lambda batch_size: torch.randn(batch_size, 4, 2),
+            only=["nothing_given_is_changed"],
+        )

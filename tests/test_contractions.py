@@ -22,6 +22,7 @@ from flowattn.contractions import (
 from flowattn.contractions.activations import ACTIVATIONS
 from flowattn.lipschitz import sequence_norm
 from flowattn.lipschitz.search import search_lipschitz
+from flowattn.transforms import AutoregressiveAttention
 
 FEATURES, TOKENS, CONTEXT = 3, 5, 2
 
@@ -933,3 +934,41 @@ def test_the_compiler_takes_any_length_in_one_graph(causal, without_shape_checks
     for tokens in (3, 5, 9):
         x = torch.randn(2, tokens, 4)
         close(compiled(x), f(x), 1e-6)
+
+
+@pytest.mark.parametrize("own", ["token", "inf", "2"])
+@pytest.mark.parametrize("norm", ["token", "inf", "2"])
+def test_bounds_of_sequences_with_padding_hold_in_every_norm(own, norm):
+    f = L2SelfAttention(4, 1, norm=own).double()
+    with torch.no_grad():
+        f.W.copy_(torch.eye(4))
+        f.B.copy_(torch.eye(4))
+    x, mask = torch.zeros(2, 16, 4, dtype=torch.float64), torch.zeros(2, 16, dtype=torch.bool)
+    mask[0, 0], mask[1, :9] = True, True
+    bounds = f.lipschitz_bound(16, norm, mask)
+    J = f.forward_and_jacobian(x, mask)[1]
+    for bound, whole in zip(bounds, J, strict=True):
+        stretch = {
+            "2": lambda J: torch.linalg.matrix_norm(J.reshape(64, 64), 2),
+            "inf": lambda J: J.abs().sum((2, 3)).amax(),
+            "token": lambda J: torch.linalg.matrix_norm(J.movedim(2, 1), 2).sum(1).amax(),  # all blocks are alike
+        }[norm](whole)
+        assert stretch <= bound * (1 + 1e-12)
+
+
+def test_parameters_are_of_the_default_type():
+    torch.set_default_dtype(torch.float64)
+    try:
+        f = L2SelfAttention(4, 2, position_bias="learned", max_tokens=5, radius="learned", context_features=2)
+        layer = AutoregressiveAttention(4, 2, hidden=8, position_bias="learned", max_tokens=5)
+        assert {p.dtype for module in (f, layer) for p in module.parameters()} == {torch.float64}
+        assert layer(torch.randn(2, 5, 4))[0].dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_paper_weights_that_are_not_finite_are_refused():
+    w_q, w_v, w_o = torch.randn(2, 4, 3), torch.randn(2, 4, 3), torch.randn(2, 3, 4)
+    w_v[1, 2, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"w_v must be finite; got nan at index \[1, 2, 0\]"):
+        L2SelfAttention.from_paper_weights(w_q, w_v, w_o)

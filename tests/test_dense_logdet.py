@@ -1,42 +1,28 @@
 """The log-determinant of dense attention in one step: the same as step by step, in value and in every gradient."""
 
 import copy
-import functools
 
 import pytest
 import torch
 
-from flowattn.contractions import Compose, FeedForward, L2SelfAttention, TokenLinear, dense_logdet
-from flowattn.contractions.dense_logdet import attention_logabsdet, heads_logabsdet
+from flowattn.contractions import L2SelfAttention
+from flowattn.contractions.dense_logdet import _AttentionLogAbsDet, _step_by_step, attention_logabsdet
+from flowattn.transforms.parts import contractive_attention
 
 
-def of_tokens(batch=3, heads=2, tokens=4, width=2, features=3, bias=None, scale=0.15, offset=0.0):
-    """Attention with linear maps around it, and leaves x, W, B, c, bias for a Jacobian below 1."""
+def factors(
+    batch=3, heads=2, tokens=4, width=2, features=3, bias=None, scale=0.15, offset=0.0, dtype=torch.float64, each=False
+):
+    """Tokens, B, R, for all tokens or for each, and a bias whose Jacobian is below 1; leaves, all of them."""
+    torch.manual_seed(0)
     given = [
-        torch.randn(batch, tokens, features) + offset,
-        torch.randn(features, heads * width),
-        scale * torch.randn(heads * width, features),
-        torch.full((1,), 0.9),
+        torch.randn(batch, heads, tokens, width, dtype=dtype) + offset,
+        scale * torch.randn(heads, width, features, dtype=dtype),
+        torch.randn(*((batch, heads, tokens) if each else (heads,)), width, features, dtype=dtype),
     ]
-    return functools.partial(attention_logabsdet, num_heads=heads), leaves(given, bias, tokens)
-
-
-def of_heads(batch=3, heads=2, tokens=4, width=2, features=3, bias=None, scale=0.15, offset=0.0):
-    """The same for the tokens of heads whose derivatives differ: z, B, R, bias."""
-    given = [
-        torch.randn(batch, heads, tokens, width) + offset,
-        scale * torch.randn(heads, width, features),
-        torch.randn(batch, heads, tokens, width, features),
-    ]
-    return heads_logabsdet, leaves(given, bias, tokens)
-
-
-def leaves(given, bias, tokens):
-    given = given if bias is None else [*given, torch.randn(*bias, tokens)]
-    return [t.double().requires_grad_() for t in given]
-
-
-each_kind = pytest.mark.parametrize("kind", [of_tokens, of_heads], ids=["of tokens", "of heads"])
+    if bias is not None:
+        given.append(torch.randn(*bias, tokens, dtype=dtype))
+    return [t.requires_grad_() for t in given]
 
 
 def value_and_gradients(function, given):
@@ -49,7 +35,6 @@ def value_and_gradients(function, given):
 SHAPES = {
     "one head": {"heads": 1},
     "three heads": {"heads": 3},
-    "heads wider than tokens": {"width": 5},
     "one token": {"tokens": 1},
     "as wide as a multiple of eight": {"tokens": 8, "features": 2},
     "many, by series": {"batch": 64, "tokens": 13, "width": 3, "scale": 0.004},
@@ -60,97 +45,72 @@ SHAPES = {
 }
 
 
+each_kind = pytest.mark.parametrize("each", [False, True], ids=["one R", "an R of each token"])
+
+
 @each_kind
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_it_is_what_it_is_step_by_step(kind, shape, monkeypatch):
-    function, given = kind(**shape)
-    found = value_and_gradients(function, given)
-    monkeypatch.setattr(dense_logdet, "_one_step", lambda given: False)
-    expected = value_and_gradients(function, given)
+def test_it_is_what_it_is_step_by_step(shape, each):
+    given = factors(**shape, each=each)
+    found, expected = (value_and_gradients(f, given) for f in (attention_logabsdet, _step_by_step))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10 * other.abs().max().item())
 
 
-def lifted(context_features=None):
-    lift = FeedForward(2, 1, num_layers=1, out_features=6, coefficient=None, context_features=context_features)
-    return Compose(lift, L2SelfAttention(6, 2, coefficient=None), TokenLinear(6, 2), coefficient=0.9)
-
-
-TRAINED = {
-    "plain": (lambda: L2SelfAttention(2, 2), None, "_AttentionLogAbsDet"),
-    "with a bias": (lambda: L2SelfAttention(2, 2, position_bias="learned", max_tokens=4), None, None),
-    "with a ball": (lambda: L2SelfAttention(2, 2, radius=1.0), None, "_HeadsLogAbsDet"),
-    "with a context": (lambda: L2SelfAttention(2, 2, context_features=3), 3, "_HeadsLogAbsDet"),
-    "lifted": (lifted, None, "_AttentionLogAbsDet"),
-    "lifted with a context": (lambda: lifted(3), 3, "_HeadsLogAbsDet"),
-}
-
-
-@pytest.mark.parametrize(("make", "context_features", "step"), TRAINED.values(), ids=TRAINED.keys())
-def test_blocks_that_train_take_one_step_and_agree_with_their_whole_jacobian(make, context_features, step, monkeypatch):
-    steps = []
-    for name in ("_AttentionLogAbsDet", "_HeadsLogAbsDet"):
-        apply = getattr(dense_logdet, name).apply
-        record = functools.partial(lambda name, apply, *given: steps.append(name) or apply(*given), name, apply)
-        monkeypatch.setattr(getattr(dense_logdet, name), "apply", record)
-    f, x = make().double(), torch.randn(3, 4, 2, dtype=torch.float64)
-    for parameter in f.parameters():
-        if parameter.ndim == 1:  # what affine maps add
-            torch.nn.init.normal_(parameter)
-    context = None if context_features is None else torch.randn(3, context_features, dtype=torch.float64)
-    value, logabsdet = f.forward_and_logabsdet(x, None, context)
-    assert steps == ([] if step is None else [step])
-    J = f.forward_and_jacobian(x, None, context)[1].reshape(3, 8, 8)
-    torch.testing.assert_close(value, f(x, None, context), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(logabsdet, torch.linalg.slogdet(torch.eye(8) + J).logabsdet, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize(("R_ndim", "radius"), [(3, None), (5, 1.0)])
+def test_it_is_taken_by_dense_blocks_that_train(R_ndim, radius, monkeypatch):
+    calls = []
+    apply = _AttentionLogAbsDet.apply
+    monkeypatch.setattr(_AttentionLogAbsDet, "apply", lambda *given: calls.append(given) or apply(*given))
+    f, x = L2SelfAttention(2, 2, radius=radius), torch.randn(3, 4, 2)
+    f.forward_and_logabsdet(x)
+    assert len(calls) == 1 and calls[0][2].ndim == R_ndim
     with torch.no_grad():
-        f.forward_and_logabsdet(x, None, context)
-    assert len(steps) == (step is not None)
+        f.forward_and_logabsdet(x)
+    assert len(calls) == 1
 
 
 @each_kind
 @pytest.mark.parametrize("bias", [None, (4,)])
-def test_derivatives_are_those_of_finite_differences(kind, bias):
-    function, given = kind(batch=2, bias=bias)
-    assert torch.autograd.gradcheck(function, given)
-    assert torch.autograd.gradgradcheck(function, given)
+def test_derivatives_are_those_of_finite_differences(bias, each):
+    given = factors(batch=2, bias=bias, each=each)
+    assert torch.autograd.gradcheck(attention_logabsdet, given)
+    assert torch.autograd.gradgradcheck(attention_logabsdet, given)
+
+
+def test_only_what_is_asked_for_is_differentiated():
+    z, B, R = factors()
+    fixed = [z.detach(), B, R.detach()]
+    attention_logabsdet(*fixed)[1].sum().backward()
+    whole = torch.autograd.grad(attention_logabsdet(z, B, R)[1].sum(), B)[0]
+    torch.testing.assert_close(B.grad, whole)
 
 
 @each_kind
-def test_only_what_is_asked_for_is_differentiated(kind):
-    function, given = kind()
-    for k, wanted in enumerate(given):
-        fixed = [t if j == k else t.detach() for j, t in enumerate(given)]
-        (alone,) = torch.autograd.grad(function(*fixed)[1].sum(), wanted)
-        torch.testing.assert_close(alone, torch.autograd.grad(function(*given)[1].sum(), wanted)[0])
-
-
-@each_kind
-def test_a_second_pass_backwards_finds_what_the_first_found(kind):
-    function, given = kind()
-    total = sum(t.sum() for t in function(*given))
+def test_a_second_pass_backwards_finds_what_the_first_found(each):
+    given = factors(each=each)
+    total = sum(t.sum() for t in attention_logabsdet(*given))
     first, second = (torch.autograd.grad(total, given, retain_graph=True) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
 
 
 @each_kind
-def test_many_gradients_at_a_time_are_those_one_by_one(kind):
-    function, given = kind()
-    logabsdet = function(*given)[1]
-    rows = torch.eye(len(logabsdet), dtype=torch.float64)
-    (together,) = torch.autograd.grad(logabsdet, given[1], rows, retain_graph=True, is_grads_batched=True)
-    one_by_one = [torch.autograd.grad(logabsdet, given[1], row, retain_graph=True)[0] for row in rows]
+def test_many_gradients_at_a_time_are_those_one_by_one(each):
+    z, B, R = factors(each=each)
+    logabsdet = attention_logabsdet(z, B, R)[1]
+    rows = torch.eye(len(logabsdet), dtype=z.dtype)
+    (together,) = torch.autograd.grad(logabsdet, B, rows, retain_graph=True, is_grads_batched=True)
+    one_by_one = [torch.autograd.grad(logabsdet, B, row, retain_graph=True)[0] for row in rows]
     torch.testing.assert_close(together, torch.stack(one_by_one))
 
 
-@each_kind
-def test_the_gradient_of_one_sample_does_not_depend_on_its_batch_mates(kind):
-    function, (tokens, *others) = kind(batch=5)
-    alone = [t[:1] if len(t) == 5 else t for t in others]  # what is of each sample
-    (of_all,) = torch.autograd.grad(function(tokens, *others)[1].sum(), tokens)
-    (of_one,) = torch.autograd.grad(function(tokens[:1], *alone)[1].sum(), tokens)
-    torch.testing.assert_close(of_all[:1], of_one[:1], rtol=0, atol=1e-14)
+def test_the_gradient_of_one_sample_does_not_depend_on_its_batch_mates():
+    z, B, R = (t.detach() for t in factors(batch=5))
+    z.requires_grad_()
+    (whole,) = torch.autograd.grad(attention_logabsdet(z, B, R)[1].sum(), z)
+    (alone,) = torch.autograd.grad(attention_logabsdet(z[:1], B, R)[1].sum(), z)
+    torch.testing.assert_close(whole[:1], alone[:1], rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -181,10 +141,28 @@ def test_single_precision_keeps_its_digits(size, offset, radius, tolerance):
         assert (one - other).abs().max() < tolerance * other.abs().max()
 
 
+@pytest.mark.parametrize("lift", [None, 8])
+@pytest.mark.parametrize("size", [3.0, 10.0, 100.0])
+def test_gradients_of_steep_weights_keep_their_digits_in_single_precision(lift, size):
+    f = contractive_attention(4, 2, lift=lift, coefficient=0.99)
+    with torch.no_grad():
+        for parameter in f.parameters():
+            parameter *= 10
+    x, weight = size * torch.randn(8, 6, 4), torch.linspace(-1, 2, 8)
+
+    def gradients(f, x):
+        logabsdet = f.forward_and_logabsdet(x)[1]
+        wanted = [p for p in f.parameters() if p.ndim == 2]
+        return torch.autograd.grad((logabsdet * weight.to(x)).sum(), wanted)
+
+    for one, other in zip(gradients(f, x), gradients(copy.deepcopy(f).double(), x.double()), strict=True):
+        assert (one - other).norm() < 1e-5 * other.norm()
+
+
 @each_kind
-def test_an_empty_batch_has_gradients_too(kind):
-    function, given = kind(batch=0)
-    value, logabsdet = function(*given)
+def test_an_empty_batch_has_gradients_too(each):
+    given = factors(batch=0, each=each)
+    value, logabsdet = attention_logabsdet(*given)
     assert value.shape == (0, 4, 3) and logabsdet.shape == (0,)
     (value.sum() + logabsdet.sum()).backward()
     assert all((t.grad == 0).all() for t in given)

@@ -24,6 +24,43 @@ def double():
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("tokens", [4, 300])
+def test_torch_s_own_attention_is_measured_although_its_kernels_have_no_such_derivatives(tokens):
+    module = torch.nn.MultiheadAttention(4, 2, batch_first=True).eval()
+
+    def f(x):
+        return module(x, x, x, need_weights=False)[0]
+
+    x = torch.randn(1, tokens, 4)
+    found = local_lipschitz(f, x, "2")
+    v = torch.randn(20, 1, tokens, 4)
+    step = 1e-6 * v / v.flatten(1).norm(dim=1)[:, None, None, None]
+    assert all(((f(x + s) - f(x)).norm() / s.norm()).item() <= found.item() * (1 + 1e-6) for s in step)
+    if tokens == 4:
+        J = torch.autograd.functional.jacobian(f, x).reshape(16, 16)
+        assert found.item() == pytest.approx(torch.linalg.matrix_norm(J, 2).item(), rel=1e-6)
+        assert search_lipschitz(f, (3, 4), num_restarts=2, num_steps=3).constant > 0
+
+
+def test_a_map_without_forward_derivatives_is_named():
+    class OneWay(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.sin()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.saved_tensors[0].cos()
+
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"f must be made of operations|jvp"):
+        search_lipschitz(lambda x: OneWay.apply(x), (3, 2))
+
+
 def attention(W, B):
     """L2 attention with one head, written naively."""
 

@@ -294,6 +294,76 @@ def test_large_matrices_take_few_squarings():
     assert gram._num_shifted(1024, 1e-5) > gram._num_shifted(1024, 1e-4) > len(gram.EXCESS)
 
 
+# -- norms of heads
+
+
+def drawn(heads, features, width):
+    return [
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((heads, features, width), (heads, width, features))
+    ]
+
+
+def of_heads(W, B):
+    norms = (head_norms.head_norms if len(W) > 1 else head_norms.single_head_norms)(W, B)
+    return torch.cat([norm.view(-1) for norm in norms])
+
+
+SIZES = pytest.mark.parametrize("size", [(1, 4, 4), (1, 4, 3), (2, 4, 2), (3, 4, 2), (2, 3, 5)], ids=str)
+
+
+@SIZES
+@pytest.mark.parametrize("scale", [1.0, 1e-12])
+def test_norms_of_heads_are_the_same_in_every_mode(size, scale):
+    W, B = (scale * t.detach() for t in drawn(*size))
+    recorded = of_heads(W.requires_grad_(), B)
+    with torch.no_grad():
+        torch.testing.assert_close(of_heads(W, B), recorded, rtol=1e-12, atol=0)
+    torch.testing.assert_close(torch.func.vmap(of_heads)(W[None], B[None])[0], recorded, rtol=1e-12, atol=0)
+    of_W, of_B, of_all = (torch.linalg.matrix_norm(t, 2) for t in (W, B, B.flatten(0, 1)))
+    true = torch.cat([of_W, of_B, of_all[None]]) if len(W) > 1 else of_W * of_B
+    assert (recorded[: len(true)] >= true).all()
+
+
+@SIZES
+def test_norms_of_heads_pass_gradcheck_twice(size):
+    given = drawn(*size)
+    assert gradcheck(of_heads, given)
+    assert gradgradcheck(of_heads, given)
+
+
+@SIZES
+def test_many_gradients_of_norms_of_heads_are_those_one_by_one(size):
+    W, B = drawn(*size)
+    norms = of_heads(W, B)
+    rows = torch.eye(len(norms), dtype=torch.float64)
+    together = torch.autograd.grad(norms, [W, B], rows, retain_graph=True, is_grads_batched=True)
+    for k, row in enumerate(rows):
+        for all_rows, one in zip(together, torch.autograd.grad(norms, [W, B], row, retain_graph=True), strict=True):
+            torch.testing.assert_close(all_rows[k], one)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_recorded_gradients_of_tied_weights_count_once(heads):
+    W, _ = drawn(heads, 4, 2)
+    total = of_heads(W, 2 * W.mT).sum()
+    (plain,) = torch.autograd.grad(total, W, retain_graph=True)
+    (recorded,) = torch.autograd.grad(total, W, create_graph=True)
+    torch.testing.assert_close(recorded, plain)
+
+
+@pytest.mark.parametrize(("W", "B"), [((1, 4, 2), (1, 3, 4)), ((2, 4, 2), (1, 2, 4)), ((4, 2), (1, 2, 4))])
+def test_weights_that_do_not_fit_are_refused(W, B):
+    with pytest.raises(ValueError, match=r"W must have shape \[heads, features, width\].*; got \["):
+        head_norms.head_norms(torch.randn(W), torch.randn(B))
+
+
+@pytest.mark.parametrize("matrix", [torch.ones(3), torch.ones(2, 2, dtype=torch.int64)], ids=["a vector", "integers"])
+def test_what_is_no_matrix_has_no_norm(matrix, without_shape_checks):
+    with pytest.raises(ValueError, match="matrix must be of a floating-point type and have shape"):
+        spectral_norm_bound(matrix)
+
+
 # -- bounds that are remembered
 
 

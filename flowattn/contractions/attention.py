@@ -21,10 +21,10 @@ from flowattn.attention import (
     l2_attention,
     l2_attention_linearize,
 )
-from flowattn.checks import check_choice, check_positive
+from flowattn.checks import check_choice, check_finite, check_positive
 from flowattn.contractions.base import Contraction, Push
 from flowattn.contractions.blocks import HeadBlocks, TokenBlocks
-from flowattn.contractions.dense_logdet import attention_logabsdet, heads_logabsdet
+from flowattn.contractions.dense_logdet import attention_logabsdet
 from flowattn.contractions.position import PositionBias
 from flowattn.lipschitz.bounds import (
     attention_stretch,
@@ -199,6 +199,8 @@ class L2SelfAttention(_SelfAttention):
                 f"w_o must have shape [heads, width, features] = {[heads, w_v.shape[-1], features]}; "
                 f"got {list(w_o.shape)}."
             )
+        for name, weight in (("w_q", w_q), ("w_v", w_v), ("w_o", w_o)):
+            check_finite(name, weight)
         self = cls(features, heads, head_features=width, coefficient=coefficient, **options)
         self.to(w_q)
         with torch.no_grad():
@@ -252,9 +254,7 @@ class L2SelfAttention(_SelfAttention):
     def scaled_logabsdet(
         self, x: Tensor, mask: Tensor | None, context: Tensor | None, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        if scale.numel() == 1 and mask is None and not self.causal:
-            if self.radius is None and context is None:
-                return self.logabsdet_between(self.W, self.B, scale, x)
+        if scale.numel() == 1 and not self.causal:
             return self.logabsdet_with(self.W, self.B * scale, x, mask, context)
         return super().scaled_logabsdet(x, mask, context, scale)
 
@@ -281,15 +281,7 @@ class L2SelfAttention(_SelfAttention):
         self, W: Tensor, B: Tensor, x: Tensor, mask: Tensor | None, context: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The same with log|det(I + J)| of that, without a causal mask."""
-        z, B, R, bias = self._factors(W, B, x, mask, context)
-        if R.ndim == 3:
-            R = R[:, None].expand(*z.shape[:3], -1, -1)
-        return heads_logabsdet(z, B, R, bias)
-
-    def logabsdet_between(self, W: Tensor, B: Tensor, scale: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, scaled, of the tokens x before the linear map, with no radius, mask and context either."""
-        bias = self._bias(x.shape[1], None, x.dtype)
-        return attention_logabsdet(x, W, B, scale, bias, num_heads=self.num_heads)
+        return attention_logabsdet(*self._factors(W, B, x, mask, context))
 
     def _factors(
         self, W: Tensor, B: Tensor, x: Tensor, mask: Tensor | None, context: Tensor | None

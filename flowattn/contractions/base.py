@@ -73,8 +73,8 @@ class Contraction(nn.Module):
         context_features: int | None = None,
     ) -> None:
         super().__init__()
-        if coefficient is not None and not 0 < coefficient < 1:
-            raise ValueError(f"coefficient must be None or between 0 and 1; got coefficient={coefficient}.")
+        if coefficient is not None and (isinstance(coefficient, str) or not 0 < coefficient < 1):
+            raise ValueError(f"coefficient must be None or between 0 and 1; got coefficient={coefficient!r}.")
         self.features = features
         self.out_features = features if out_features is None else out_features
         self.context_features = context_features
@@ -228,13 +228,16 @@ class Contraction(nn.Module):
                 scale = target / bounds.clamp_min(target)
             return scale if mask is None else scale * mask
 
-    def lipschitz_bound(self, num_tokens: int, norm: Norm = "token") -> Tensor:
-        """An upper bound of the Lipschitz constant of f on sequences of so many tokens."""
+    def lipschitz_bound(self, num_tokens: int, norm: Norm = "token", mask: Tensor | None = None) -> Tensor:
+        """An upper bound of the Lipschitz constant of f on sequences of so many tokens, all of them real: [].
+
+        With a mask [B, N] it is that for each sequence, [B]. In a norm other than that of f it may be the larger one.
+        """
         check_norm(norm)
         self._check_length(num_tokens)
         with without_autocast(self._like()):
-            rows = self.row_bounds(num_tokens, None, norm) * self.scale(num_tokens)
-            bound = self.whole_bound(rows.expand(num_tokens), norm)
+            rows = self.row_bounds(num_tokens, mask, norm) * self.scale(num_tokens, mask)
+            bound = self.whole_bound(rows.expand(*([] if mask is None else [len(mask)]), num_tokens), norm)
             scaled_for_it = self.coefficient is not None and norm == self.norm
             return bound.clamp_max(self._target(bound.dtype)) if scaled_for_it else bound
 
@@ -271,8 +274,10 @@ class Contraction(nn.Module):
         return x, context
 
     def _check_length(self, num_tokens: int) -> None:
-        if num_tokens < 1:
-            raise ValueError(f"there must be at least one token; got num_tokens={num_tokens}.")
+        if num_tokens < 1 or num_tokens % 1:
+            raise ValueError(
+                f"there must be a whole number of tokens, at least one token; got num_tokens={num_tokens}."
+            )
         if self.max_tokens is not None and num_tokens > self.max_tokens:
             raise ValueError(f"a sequence may have at most max_tokens={self.max_tokens} tokens; got {num_tokens}.")
 

@@ -136,11 +136,6 @@ class Compose(Contraction):
     ) -> tuple[Tensor, Tensor]:
         if self.lifted is None or self.structure != "dense" or scale.numel() != 1:
             return super().scaled_logabsdet(x, mask, context, scale)
-        if mask is None and context is None and getattr(self.parts[self.lifted], "radius", None) is None:
-            origin = x.new_zeros(1, 1, self.features)
-            attention, shift, W, B, origin, *_ = self._between(self.lifted, origin, None, None)
-            value, logabsdet = attention.logabsdet_between(W, B, scale, x)
-            return value + (shift + origin @ attention.W @ B) * scale, logabsdet
         attention, shift, W, B, *given = self._between(self.lifted, x, mask, context)
         value, logabsdet = attention.logabsdet_with(W, B * scale, *given)
         return value + shift * scale, logabsdet

@@ -12,8 +12,9 @@ from flowattn.lipschitz.norms import Norm, check_norm
 class Declared(Contraction):
     """Any module [B, N, D] -> [B, N, D] with a Lipschitz constant that its author vouches for.
 
-    Derivatives are automatic. If the declaration is false, inverses may fail to converge, and say so. A module that
-    mixes tokens must take the mask as its second argument, or it cannot be used with one.
+    Derivatives are automatic. Certificates of inverses are as good as the declaration. Where a solver sees the map
+    stretch more than that it raises, but it sees few points. A module that mixes tokens must take the mask as its
+    second argument, or it cannot be used with one.
 
     Args:
         module: the map; it must treat the sequences of a batch independently.

@@ -6,18 +6,16 @@ r"""log|det(I + J)| of attention between all pairs of tokens, in one recorded st
 see `flowattn.attention.heads_jacobian`; with a ball S and b differ from token to token. The gradient of log|det(I + J)|
 after J is :math:`G = (I + J)^{-T}`, which comes with the value. While it is in the cache it is reduced to gradients
 after P, t, S and b, all far smaller; backward takes those to the tokens and weights. Recorded step by step the same
-takes up to twice as long.
+takes a third longer.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -25,38 +23,15 @@ from flowattn.attention import centred, heads_jacobian
 from flowattn.checks import can_look, in_forward_mode
 from flowattn.determinants import invert, logabsdet_of_blocks
 
+Pull = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+
 Found = tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]
 
 
 def attention_logabsdet(
-    x: Float[Tensor, "batch tokens features"],
-    W: Float[Tensor, "features inner"],
-    B: Float[Tensor, "inner features"],
-    c: Float[Tensor, " one"],
-    bias: Float[Tensor, "*_ #tokens tokens"] | None = None,
-    *,
-    num_heads: int,
-) -> Found:
-    r"""Attention :math:`f_i = c \sum_h B_h^T m^h_i` of the tokens :math:`z^h_j = W_h^T x_j`, and its log|det(I + J)|.
-
-    Cost: O(N^3 D^3) time, O(N^2 D^2) memory.
-
-    Example:
-        >>> x, one = torch.zeros(1, 3, 1), torch.ones(1, 1)
-        >>> attention_logabsdet(x, one, one, torch.ones(1), num_heads=1)[1].exp()  # P is 1/3 everywhere
-        tensor([2.0000])
-    """
-    given = (x, W, B, c) if bias is None else (x, W, B, c, bias)
-    if not _one_step(given):
-        return _step_by_step(num_heads, *given)
-    found: Found = _AttentionLogAbsDet.apply(x, W, B, c, bias, num_heads)
-    return found
-
-
-def heads_logabsdet(
     z: Float[Tensor, "batch heads tokens width"],
     B: Float[Tensor, "heads width features"],
-    R: Float[Tensor, "batch heads tokens width features"],
+    R: Float[Tensor, "heads width features"] | Float[Tensor, "batch heads tokens width features"],
     bias: Float[Tensor, "*_ #tokens tokens"] | None = None,
 ) -> Found:
     r"""The sum over heads :math:`f_i = \sum_h B_h^T m^h_i`, and log|det(I + J)| if :math:`dz_j = R_j\, dx_j`.
@@ -65,135 +40,103 @@ def heads_logabsdet(
 
     Example:
         >>> z, one = torch.zeros(1, 1, 3, 1), torch.ones(1, 1, 1)
-        >>> heads_logabsdet(z, one, one.expand(1, 1, 3, 1, 1))[1].exp()
+        >>> attention_logabsdet(z, one, one)[1].exp()  # P is 1/3 everywhere
         tensor([2.0000])
     """
     given = (z, B, R) if bias is None else (z, B, R, bias)
-    if not _one_step(given):
-        return _heads_step_by_step(*given)
-    found: Found = _HeadsLogAbsDet.apply(z, B, R, bias)
+    is_recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    if not (is_recorded and can_look(*given)) or in_forward_mode():
+        return _step_by_step(*given)
+    found: Found = _AttentionLogAbsDet.apply(z, B, R, bias)
     return found
 
 
-def _one_step(given: tuple[Tensor, ...]) -> bool:
-    is_recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    return is_recorded and can_look(*given) and not in_forward_mode()
-
-
-def _step_by_step(num_heads: int, x: Tensor, W: Tensor, B: Tensor, c: Tensor, bias: Tensor | None = None) -> Found:
-    z = (x @ W).unflatten(-1, (num_heads, -1)).transpose(1, 2)
-    R, B = (t.unflatten(0, (num_heads, -1)) for t in (W.mT, B * c))
-    return _heads_step_by_step(z, B, R, bias)
-
-
-def _heads_step_by_step(z: Tensor, B: Tensor, R: Tensor, bias: Tensor | None = None) -> Found:
+def _step_by_step(z: Tensor, B: Tensor, R: Tensor, bias: Tensor | None = None) -> Found:
     value, J = heads_jacobian(z, B, R, bias)
     return value, logabsdet_of_blocks(J)
 
 
-# In the two steps tokens come last, [batch, heads, width, tokens], and pairs of them, [batch, heads, width, i, j]. All
-# is computed of -J, so t and S have the other sign.
-
-
 class _AttentionLogAbsDet(torch.autograd.Function):
-    r"""Of each token it takes z, a = B^T z and b = (2/s) W z, all of them linear, at once.
+    """Tokens come last in here, [batch, heads, width, tokens], and pairs of them, [batch, heads, width, i, j].
 
-    About the centre of the tokens, by the matrices W and :math:`M_h = W_h (B_h, \tfrac2s W_h^T)`. The first part of M
-    is :math:`S_h^T`, too, and what the value makes of the centre.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, W: Tensor, B: Tensor, c: Tensor, bias: Tensor | None, num_heads: int) -> Found:
-        ctx.save_for_backward(x, W, B, c, bias)
-        batch, tokens, features = x.shape
-        width = len(B) // num_heads
-        W_h, B_h = W.reshape(features, num_heads, width).transpose(0, 1), B.reshape(num_heads, width, features) * c
-        right = torch.cat([B_h, W_h.mT * (2 / math.sqrt(width))], -1)
-        M = torch.bmm(W_h, right)
-        W_M = torch.cat([W_h, M], -1).transpose(0, 1).reshape(features, -1)
-        centre = x.mean(1, keepdim=True)
-        near = (x - centre).view(-1, features)
-        zab = (near @ W_M).view(batch, tokens, num_heads, width + 2 * features).permute(0, 2, 3, 1).contiguous()
-        z, ab = zab.split([width, 2 * features], 2)
-        a, b = ab.split(features, 2)
-        P = _weights(z, bias)
-        mean = a @ P.mT
-        t = (mean.unsqueeze(-1) - a.unsqueeze(-2)).mul_(P.unsqueeze(2))
-        u = b.unsqueeze(-1) - b.unsqueeze(-2)
-        S = M[:, :, :features]
-        logabsdet, of_parts = _determinant(P, t, S.mT.neg(), u, b)
-        ctx.num_heads, ctx.tape = num_heads, (centre, near, W_h, right, W_M, z, a, P, of_parts)
-        return mean.sum(1).mT + centre @ S.sum(0), logabsdet
-
-    @staticmethod
-    def backward(ctx: Any, g_value: Tensor, g: Tensor) -> Any:
-        if torch.is_grad_enabled() or not can_look(g_value, g):
-            return *_differentiable(
-                functools.partial(_step_by_step, ctx.num_heads), ctx.saved_tensors, g_value, g
-            ), None
-        x, _, B, c, bias = ctx.saved_tensors
-        centre, near, W_h, right, W_M, z, a, P, (of_logits, of_rows, of_columns, of_S, of_b) = ctx.tape
-        (width, features), minus = right.shape[1:], g.neg().view(-1, 1, 1, 1)
-        features //= 2
-        dmean = torch.addcmul(g_value.mT.unsqueeze(1), of_rows, minus)
-        da = torch.addcmul(dmean @ P, of_columns, minus, value=-1)
-        dlogits, moved = _through_logits(torch.addcmul(of_logits * minus, P, dmean.mT @ a), P, z)
-        dzab = torch.cat([moved.mul_(2 / math.sqrt(width)), da, of_b * minus], 2)
-        dzab = dzab.permute(0, 3, 1, 2).reshape(len(near), W_M.shape[1])
-        dW, dM = (near.mT @ dzab).view(features, len(W_h), -1).transpose(0, 1).split([width, 2 * features], -1)
-        dS = centre.squeeze(1).mT @ g_value.sum(1) - (minus.view(1, -1) @ of_S.flatten(1)).view(of_S.shape[1:]).mT
-        dM = dM + F.pad(dS, (0, features))
-        dright = torch.bmm(W_h.mT, dM)
-        dW = dW + torch.bmm(dM, right.mT) + dright[..., features:].mT * (2 / math.sqrt(width))
-        dB = dright[..., :features].reshape(B.shape)
-        dbias = dlogits.sum_to_size(bias.shape) if ctx.needs_input_grad[4] else None
-        dx = (dzab @ W_M.mT).view(x.shape)
-        return dx, dW.transpose(0, 1).reshape(features, -1), dB * c, (dB * B).sum().view(1), dbias, None
-
-
-class _HeadsLogAbsDet(torch.autograd.Function):
-    r"""The same if R differs from token to token, as a ball makes it: now :math:`S_j = B^T R_j`, and b has two tokens.
-
-    .. math:: b_{ij} = \tfrac2s R_j^T z_i, \qquad u_{ij} = b_{ij} - b_{jj}, \qquad
-        \text{own}_i = \sum_l t_{il} b_{li}^T = \tfrac2s \tau_i R_i, \quad \tau_i = \sum_l t_{il} z_l^T
+    All is computed of -J, so t and S have the other sign.
     """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, B: Tensor, R: Tensor, bias: Tensor | None) -> Found:
         ctx.save_for_backward(z, B, R, bias)
-        z, centre = centred(z, causal=False)
+        z, ctx.centre = centred(z, causal=False)
         z = z.mT.contiguous()
-        P = _weights(z, bias)
-        a = B.mT @ z
-        mean = a @ P.mT
-        t = (mean.unsqueeze(-1) - a.unsqueeze(-2)).mul_(P.unsqueeze(2))
-        logabsdet, of_parts = _heads_determinant(P, t, z, B, R * (2 / math.sqrt(B.shape[1])))
-        ctx.tape = centre, z, a, P, of_parts
-        return mean.sum(1).mT + (centre.flatten(1) @ B.flatten(0, 1)).unsqueeze(1), logabsdet
+        mean, logabsdet, ctx.pull = (_constant if R.ndim == 3 else _ball)(z, _weights(z, bias), B, R)
+        return _value(mean, ctx.centre, B), logabsdet
 
     @staticmethod
     def backward(ctx: Any, g_value: Tensor, g: Tensor) -> Any:
         if torch.is_grad_enabled() or not can_look(g_value, g):
-            return _differentiable(_heads_step_by_step, ctx.saved_tensors, g_value, g)
-        _, B, _, bias = ctx.saved_tensors
-        centre, z, a, P, (of_logits, of_rows, of_columns, of_z, of_B, of_R) = ctx.tape
-        minus = g.neg().view(-1, 1, 1, 1)
-        dmean = torch.addcmul(g_value.mT.unsqueeze(1), of_rows, minus)
-        da = torch.addcmul(dmean @ P, of_columns, minus, value=-1)
-        dlogits, moved = _through_logits(torch.addcmul(of_logits * minus, P, dmean.mT @ a), P, z)
-        dz = torch.addcmul(torch.add(B @ da, moved, alpha=2 / math.sqrt(B.shape[1])), of_z, minus)
-        dB = (z @ da.mT).sum(0) + (minus.view(1, -1) @ of_B.flatten(1)).view_as(B)
-        dB += centre.squeeze(2).movedim(0, -1) @ g_value.sum(1)
-        dbias = dlogits.sum_to_size(bias.shape) if ctx.needs_input_grad[3] else None
-        return dz.mT, dB, of_R * minus.unsqueeze(-1), dbias
+            return _differentiable(ctx.saved_tensors, g_value, g)
+        dz, dB, dR, dlogits = ctx.pull(g_value, g.neg().view(-1, 1, 1, 1))
+        dB += ctx.centre.squeeze(2).movedim(0, -1) @ g_value.sum(1)
+        bias = ctx.saved_tensors[3]
+        return dz.mT, dB, dR, dlogits.sum_to_size(bias.shape) if ctx.needs_input_grad[3] else None
 
 
-def _differentiable(
-    step_by_step: Callable[..., Found], given: tuple[Tensor | None, ...], g_value: Tensor, g: Tensor
-) -> Any:
+def _constant(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Pull]:
+    """The means times B, log|det(I + J)|, and what takes gradients after both to those of z, B, R and the logits."""
+    _, width, features = B.shape
+    steep = 2 / math.sqrt(width)
+    BR = torch.cat([B, R * steep], -1).expand(len(z), -1, -1, -1).flatten(0, 1)
+    a, b = torch.bmm(BR.mT, z.flatten(0, 1)).unflatten(0, z.shape[:2]).split(features, 2)
+    mean = a @ P.mT
+    t = (mean.unsqueeze(-1) - a.unsqueeze(-2)).mul_(P.unsqueeze(2))
+    u = b.unsqueeze(-1) - b.unsqueeze(-2)
+    logabsdet, (of_logits, of_rows, of_columns, of_S, of_b) = _determinant(P, t, (B.mT @ R).neg_(), u, b)
+
+    def pull(g_value: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        rows, columns, db = of_rows * g, of_columns * g, of_b * g
+        dmean = rows + g_value.mT.unsqueeze(1)
+        da = dmean @ P - columns
+        dlogits, moved = _through_logits(torch.addcmul(of_logits * g, P, dmean.mT @ a), P, z)
+        dab = torch.cat([da, db], 2)
+        dz = torch.baddbmm(moved.flatten(0, 1), BR, dab.flatten(0, 1), beta=steep).view_as(z)
+        dBR = (z @ dab.mT).sum(0)
+        dS = (g.view(1, -1) @ of_S.flatten(1)).view(of_S.shape[1:])
+        return dz, dBR[..., :features] - R @ dS.mT, dBR[..., features:] * steep - B @ dS, dlogits
+
+    return mean, logabsdet, pull
+
+
+def _ball(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Pull]:
+    r"""The same for an R of each token, as a ball makes it: now :math:`S_j = B^T R_j`, and b has the two tokens.
+
+    .. math:: b_{ij} = \tfrac2s R_j^T z_i, \qquad u_{ij} = b_{ij} - b_{jj}, \qquad
+        \text{own}_i = \sum_l t_{il} b_{li}^T = \tfrac2s \tau_i R_i, \quad \tau_i = \sum_l t_{il} z_l^T
+    """
+    steep = 2 / math.sqrt(B.shape[1])
+    a = B.mT @ z
+    mean = a @ P.mT
+    t = (mean.unsqueeze(-1) - a.unsqueeze(-2)).mul_(P.unsqueeze(2))
+    logabsdet, (of_logits, rows, columns, of_z, of_B, of_R) = _ball_determinant(P, t, z, B, R * steep)
+
+    def pull(g_value: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        dmean = torch.addcmul(g_value.mT.unsqueeze(1), rows, g)
+        da = torch.addcmul(dmean @ P, columns, g, value=-1)
+        dlogits, moved = _through_logits(torch.addcmul(of_logits * g, P, dmean.mT @ a), P, z)
+        dz = torch.addcmul(torch.add(B @ da, moved, alpha=steep), of_z, g)
+        own = (g.view(1, -1) @ of_B.flatten(1)).view_as(B)
+        return dz, (z @ da.mT).sum(0) + own, of_R * g.unsqueeze(-1), dlogits
+
+    return mean, logabsdet, pull
+
+
+def _value(mean: Tensor, centre: Tensor, B: Tensor) -> Tensor:
+    """The map from the means of centred tokens, times B already, and their centre."""
+    return mean.sum(1).mT + (centre.flatten(1) @ B.flatten(0, 1)).unsqueeze(1)
+
+
+def _differentiable(given: tuple[Tensor | None, ...], g_value: Tensor, g: Tensor) -> Any:
     """The gradients of all that is given, recorded."""
     tensors = [t for t in given if t is not None]
-    pull = torch.func.vjp(step_by_step, *tensors)[1]
+    pull = torch.func.vjp(_step_by_step, *tensors)[1]
     return *pull((g_value, g)), *[None] * (len(given) - len(tensors))
 
 
@@ -241,7 +184,7 @@ def _determinant(P: Tensor, t: Tensor, S: Tensor, u: Tensor, b: Tensor) -> tuple
     return logabsdet, [*_through_weights(_stack(dts), t, P, dP), dS, _stack(dbs)]
 
 
-def _heads_determinant(P: Tensor, t: Tensor, z: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _ball_determinant(P: Tensor, t: Tensor, z: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, list[Tensor]]:
     """The same for 2 / s times the R of each token; the last three are dz and dB, but for what P and a do, and dR."""
     heads, out, tokens = t.shape[1:4]
     s = math.sqrt(z.shape[2])

@@ -27,7 +27,7 @@ class PositionBias(nn.Module):
             if max_tokens is None:
                 raise ValueError("position_bias='learned' needs max_tokens, the longest sequence it has a table for.")
             distance = torch.arange(1 - max_tokens, max_tokens).abs()
-            start = -distance * 2.0 ** (-heads.unsqueeze(1).float())
+            start = -distance * 2.0 ** (-heads.unsqueeze(1).to(torch.get_default_dtype()))
             start[:, max_tokens - 1] = -1.0
             self.table = nn.Parameter(start)
         else:

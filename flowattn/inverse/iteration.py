@@ -107,6 +107,30 @@ def iterate(
     return Solution(*found[:3]), found[3]
 
 
+def watched(evaluate: Evaluate, lipschitz: float, norm: Callable[[Tensor], Tensor], size: int) -> Evaluate:
+    """The same, unless of so many samples one changes by more than a map of this constant may between two points."""
+    last: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def watch(x: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
+        value, blocks = evaluate(x, active)
+        if last:
+            samples, last_x, last_value = last.pop()
+            place = torch.searchsorted(samples, active)
+            moved, changed = norm(x - last_x[place]), norm(value - last_value[place])
+            excess = changed - lipschitz * moved - 64 * torch.finfo(x.dtype).eps * (norm(x) + norm(value))
+            if (excess > 0).any():
+                worst = int(excess.argmax())
+                raise InverseNotConverged(
+                    f"{int((excess > 0).sum())} of {size} samples are not inverted: f is not the contraction it is "
+                    f"declared to be. Its bound is {lipschitz:.3g}, but points of sample {int(active[worst])} that are "
+                    f"{moved[worst].item():.3g} apart become {changed[worst].item():.3g} apart. Correct the bound."
+                )
+        last.append((active, x, value))
+        return value, blocks
+
+    return watch
+
+
 def _propose(
     step: Step, x: Tensor, plain: Tensor, blocks: Tensor | None, better: Tensor | None, best_plain: Tensor
 ) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from flowattn.checks import check_positive, check_positive_number, without_autocast
-from flowattn.contractions import Contraction
-from flowattn.inverse.iteration import InverseNotConverged, Iterated, Solution, iterate, lipschitz_of
+from flowattn.contractions import Contraction, Declared
+from flowattn.inverse.iteration import InverseNotConverged, Iterated, Solution, iterate, lipschitz_of, watched
 from flowattn.inverse.steps import AndersonStep, ChordStep, NewtonStep, PlainStep, Step
 from flowattn.lipschitz.norms import sequence_norm
 
@@ -146,7 +146,7 @@ class Solver:
     ) -> Iterated:
         step = self._step(f, y, mask, context, scale, is_near=start is not None)
 
-        def evaluate(x: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
+        def look(x: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
             here, given, row_scale = _of(active, mask, context, scale)
             if not isinstance(step, NewtonStep):
                 return f.scaled(x, here, given, row_scale), None
@@ -156,6 +156,7 @@ class Solver:
         def norm(t: Tensor) -> Tensor:
             return sequence_norm(t, f.norm)
 
+        evaluate = watched(look, lipschitz, norm, len(y)) if isinstance(f, Declared) else look
         start = y.clone() if start is None else start  # which may be the solution, and is not the caller's
         goal = tolerance / 2 if is_last else tolerance  # the other half is for what rounding hides of f
         return iterate(evaluate, y, start, step, norm, lipschitz, goal, self.max_steps, is_last=is_last)
@@ -194,7 +195,12 @@ class Solver:
         )
         if length[worst] > 1:
             cause += f" relative to a length of {length[worst].item():.1e}"
-        if (count[bad] >= self.max_steps).any():
+        if not error[worst].isfinite():
+            advice = (
+                "The iteration came to values that are not finite: either f is not the contraction it is declared to "
+                "be, or its weights are not finite."
+            )
+        elif (count[bad] >= self.max_steps).any():
             advice = f"Raise max_steps, now {self.max_steps}"
             advice += "." if coefficient is None else f", or lower the coefficient, now {coefficient}."
         else:

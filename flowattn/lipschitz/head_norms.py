@@ -42,6 +42,11 @@ def _by_grams(
     B: Tensor,
 ) -> Norms:
     """The norms from Gram matrices, or the plain way where these may not be looked at, or have lost something."""
+    if W.ndim != 3 or B.ndim != 3 or W.shape[::2] != B.shape[:2]:
+        raise ValueError(
+            f"W must have shape [heads, features, width] and B [heads, width, features_out]; "
+            f"got {list(W.shape)} and {list(B.shape)}."
+        )
     is_usual = W.shape[1] == B.shape[2] and W.dtype == B.dtype in (torch.float32, torch.float64)
     if not (is_usual and can_look(W, B)) or in_forward_mode():
         return plain(W, B)
@@ -67,17 +72,9 @@ class _Norms(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *g: Tensor) -> Any:
         W, B = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return *_differentiable(ctx.plain, (W, B), g), None, None, None
+        if torch.is_grad_enabled() or not can_look(*g):
+            return *torch.func.vjp(ctx.plain, W, B)[1](g), None, None, None
         return *ctx.pull(W, B, *g), None, None, None
-
-
-def _differentiable(plain: Callable[..., Norms], given: tuple[Tensor, ...], g: tuple[Tensor, ...]) -> Any:
-    """The gradients, recorded, of what has one."""
-    norms, weights = zip(*((n, w) for n, w in zip(plain(*given), g, strict=True) if n.requires_grad), strict=True)
-    wanted = [t for t in given if t.requires_grad]
-    gradients = iter(torch.autograd.grad(norms, wanted, weights, create_graph=True))
-    return tuple(next(gradients) if t.requires_grad else None for t in given)
 
 
 # -- many heads

@@ -34,6 +34,11 @@ def spectral_norm_bound(
     """
     if not tolerance > 0:
         raise ValueError(f"tolerance must be above 0; got tolerance={tolerance}.")
+    if matrix.ndim < 2 or not matrix.is_floating_point():
+        raise ValueError(
+            f"matrix must be of a floating-point type and have shape [..., rows, columns]; "
+            f"got {matrix.dtype} of shape {list(matrix.shape)}."
+        )
     rows, columns = matrix.shape[-2:]
     with without_autocast(matrix):
         W = at_least_single(matrix).reshape(-1, rows, columns)

@@ -64,17 +64,21 @@ class Case:
             context = pack_context(features, mask)
         with torch.no_grad():
             transform.train()
-            transform(first, context)
+            transform(first, _copy(context))
             for parameter in transform.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=self.perturbation)
             transform.train(self.training)
             if direction == "inverse":
-                inputs, transform = transform(inputs, context)[0], InverseTransform(transform)
+                inputs, transform = transform(inputs.clone(), _copy(context))[0], InverseTransform(transform)
         words = f"{direction}{'' if mask is None else ', with a mask'}, {self.dtype}"
         return Run(self, words, transform, inputs, context, mask, direction)
 
     def new_transform(self) -> Transform:
         return self.make_transform().to(self.dtype)
+
+
+def _copy(context: Tensor | None) -> Tensor | None:
+    return None if context is None else context.clone()
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,12 @@ def single_and_double_precision_agree(run: Run) -> None:
 
 
 def works_under_torch_func(run: Run) -> None:
-    got = torch.func.jacrev(lambda x: run.outputs(x).flatten(1).sum(0))(run.inputs)
+    try:
+        got = torch.func.jacrev(lambda x: run.outputs(x).flatten(1).sum(0))(run.inputs)
+    except NotImplementedError:
+        if run.direction == "inverse":  # by an iteration, which torch.func cannot trace, and which says so
+            return
+        raise
     run.compare("the Jacobian", got.flatten(2).movedim(1, 0), _jacobian(run.outputs, run.inputs))
     if not run.case.stochastic:
         wanted = torch.autograd.functional.jacobian(lambda x: run(x)[1].sum(), run.inputs)

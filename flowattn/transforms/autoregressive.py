@@ -92,7 +92,7 @@ class AutoregressiveAttention(TwoWayTransform):
         width = window * (features + 1) + (context_features or 0)
         below = torch.ones(features, features).tril(-1).flatten().nonzero().squeeze(1)
         self.num_mixing = len(below) if kind == "triangular" else 0
-        self.register_buffer("places", F.one_hot(below, features**2).float(), persistent=False)
+        self.register_buffer("places", F.one_hot(below, features**2).to(torch.get_default_dtype()), persistent=False)
         self.lift = nn.Linear(width, hidden)
         self.attention = free_attention(
             attention, hidden, num_heads, causal=True, position_bias=position_bias, max_tokens=max_tokens
