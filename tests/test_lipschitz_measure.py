@@ -368,3 +368,9 @@ def test_search_refuses_what_it_cannot_search(without_shape_checks):
         search_lipschitz(torch.sin, (3, 2), start=torch.zeros(2, 3))
     with pytest.raises(ValueError, match="f must have finite derivatives somewhere; got none at 200 inputs"):
         search_lipschitz(lambda x: math.nan * x, (3, 2))
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3, 4)])
+def test_a_shape_that_is_not_of_tokens_and_features_is_refused(shape):
+    with pytest.raises(ValueError, match=r"shape must be \(tokens, features\); got shape="):
+        search_lipschitz(torch.sin, shape)

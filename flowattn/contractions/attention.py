@@ -175,7 +175,7 @@ class L2SelfAttention(_SelfAttention):
         if radius == "learned":
             self.log_radius = nn.Parameter(torch.full((num_heads,), 0.25 * math.log(self.head_features)))
         elif radius is not None:
-            if isinstance(radius, str) or not 0 < radius < math.inf:
+            if isinstance(radius, str | bool) or not 0 < radius < math.inf:
                 raise ValueError(f"radius must be None, a positive number or 'learned'; got radius={radius!r}.")
             self.fixed_radius = float(radius)
 

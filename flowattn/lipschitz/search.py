@@ -78,6 +78,9 @@ def search_lipschitz(
         '1.000'
     """
     check_norm(norm)
+    shape = tuple(shape)  # type: ignore[assignment]
+    if len(shape) != 2:
+        raise ValueError(f"shape must be (tokens, features); got shape={shape}.")
     check_positive(tokens=shape[0], features=shape[1], num_restarts=num_restarts, num_steps=num_steps)
     if not scales or not all(0 < scale < math.inf for scale in scales):
         raise ValueError(f"scales must be positive and finite, and at least one; got scales={tuple(scales)}.")
