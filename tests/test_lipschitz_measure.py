@@ -371,6 +371,6 @@ def test_search_refuses_what_it_cannot_search(without_shape_checks):
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 4)])
-def test_a_shape_that_is_not_of_tokens_and_features_is_refused(shape):
+def test_a_shape_that_is_not_of_tokens_and_features_is_refused(shape, without_shape_checks):
     with pytest.raises(ValueError, match=r"shape must be \(tokens, features\); got shape="):
         search_lipschitz(torch.sin, shape)
