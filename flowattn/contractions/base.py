@@ -231,7 +231,8 @@ class Contraction(nn.Module):
     def lipschitz_bound(self, num_tokens: int, norm: Norm = "token", mask: Tensor | None = None) -> Tensor:
         """An upper bound of the Lipschitz constant of f on sequences of so many tokens, all of them real: [].
 
-        With a mask [B, N] it is that for each sequence, [B]. In a norm other than that of f it may be the larger one.
+        With a mask [B, N] it is that for each sequence, [B]. In a norm that f is not scaled for, those of fewer real
+        tokens may have the larger one.
         """
         check_norm(norm)
         self._check_length(num_tokens)
