@@ -84,6 +84,21 @@ def scaled(W: Tensor) -> tuple[Tensor, Tensor]:
     return W / size.clamp_min(_tiny(W)), size
 
 
+def is_wide(W: Tensor) -> bool:
+    """Whether matrices have no more rows than columns."""
+    return W.shape[-2] <= W.shape[-1]
+
+
+def wide(W: Tensor) -> Tensor:
+    """Wide matrices of the same norm."""
+    return W if is_wide(W) else W.mT
+
+
+def times(A: Tensor, W: Tensor) -> Tensor:
+    """Symmetric matrices times the wide ones, laid out as W."""
+    return torch.bmm(A, W) if is_wide(W) else torch.bmm(W, A)
+
+
 def of_gram(iteration: Iteration) -> Iteration:
     """The largest singular value, whose square is the largest eigenvalue of the Gram matrix."""
     return Iteration(functools.partial(_root, iteration), functools.partial(_root_gradient, iteration))
@@ -91,16 +106,15 @@ def of_gram(iteration: Iteration) -> Iteration:
 
 def _root(iteration: Iteration, W: Tensor, keep: bool) -> list[Tensor]:
     W, size = scaled(W)
-    gram = torch.bmm(W, W.mT) if W.shape[-2] <= W.shape[-1] else torch.bmm(W.mT, W)  # quicker to call than @
-    square, *tape = iteration.run(gram, keep)
+    X = wide(W)
+    square, *tape = iteration.run(torch.bmm(X, X.mT), keep)  # quicker to call than @
     root = square.clamp_min(0.5).sqrt()  # at least 1, but for a zero matrix, where it would have no gradient
     return [root * size, W, root, *tape]
 
 
 def _root_gradient(iteration: Iteration, tape: Sequence[Tensor]) -> Tensor:
     W, root, *rest = tape
-    A = iteration.gradient(rest)
-    return (torch.bmm(A, W) if W.shape[-2] <= W.shape[-1] else torch.bmm(W, A)) / root
+    return times(iteration.gradient(rest), W) / root
 
 
 def _of_symmetric(rank: int, tolerance: float) -> Iteration:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowattn.checks import can_look, in_forward_mode, nothing_is_recorded, without_autocast
-from flowattn.lipschitz.gram import eigenvalue, scaled, upper_bound, use_up
+from flowattn.lipschitz.gram import eigenvalue, is_wide, scaled, times, upper_bound, use_up, wide
 from flowattn.lipschitz.spectral import at_least_single, margin, spectral_norm_bound
 
 #: The large matrix of all heads is not worth as many squarings as each of them.
@@ -87,11 +87,11 @@ def _plain_head_norms(W: Tensor, B: Tensor) -> Norms:
 
 def _grams(W: Tensor, B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The Gram matrices of W and B of each head, their traces in front, and that of the stack of all B."""
-    heads, of_W, of_B, stack = len(W), _wide(W), _wide(B), _wide(_stack(B))
+    heads, of_W, of_B, stack = len(W), wide(W), wide(B), wide(_stack(B))
     of_all = torch.bmm(stack, stack.mT)
     of_each = B.new_empty(2 * heads, *of_B.shape[1:2] * 2)
     torch.bmm(of_W, of_W.mT, out=of_each[:heads])
-    if _is_wide(_stack(B)):  # then those of its heads are in it
+    if is_wide(_stack(B)):  # then those of its heads are in it
         of_each[heads:] = _own_blocks(of_all, heads)
     else:
         torch.bmm(of_B, of_B.mT, out=of_each[heads:])
@@ -110,10 +110,10 @@ def _head_norms(
         # With A the gradient of the square after X X^T, that of its root r after X is A X / r.
         A_W, A_B = (gradients() * (torch.cat([g_W, g_B]) * each / squares)[:, None, None]).chunk(2)
         A, stack = gradient_of_all() * (g_all * whole / square_of_all), _stack(B)
-        if _is_wide(stack):
+        if is_wide(stack):
             _own_blocks(A, len(B)).add_(A_B)
-            return _times(A_W, W), _times(A, stack).view(B.shape)
-        return _times(A_W, W), _times(A_B, B) + _times(A, stack).reshape(B.shape)
+            return times(A_W, W), times(A, stack).view(B.shape)
+        return times(A_W, W), times(A_B, B) + times(A, stack).reshape(B.shape)
 
     return (*each.chunk(2), whole.view(())), pull
 
@@ -125,20 +125,6 @@ def _stack(B: Tensor) -> Tensor:
 def _own_blocks(of_all: Tensor, heads: int) -> Tensor:
     """The blocks of each head with itself, [H, d, d], as a view."""
     return of_all[0].unflatten(1, (heads, -1)).unflatten(0, (heads, -1)).diagonal(dim1=0, dim2=2).movedim(-1, 0)
-
-
-def _is_wide(X: Tensor) -> bool:
-    return X.shape[-2] <= X.shape[-1]
-
-
-def _wide(X: Tensor) -> Tensor:
-    """Matrices with no more rows than columns, of the same norms."""
-    return X if _is_wide(X) else X.mT
-
-
-def _times(A: Tensor, X: Tensor) -> Tensor:
-    """The product with the wide matrices, which lie then as they did."""
-    return torch.bmm(A, X) if _is_wide(X) else torch.bmm(A, X.mT).mT
 
 
 # -- one head

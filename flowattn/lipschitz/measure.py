@@ -12,9 +12,10 @@ References:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +28,39 @@ from flowattn.checks import check_finite, check_positive
 from flowattn.lipschitz.norms import Norm, check_norm
 
 Map = Callable[[Tensor], Tensor]
-Found = TypeVar("Found")
+Measure = TypeVar("Measure", bound=Callable[..., Any])
 
 _DENSE = 2**20  # entries of a Jacobian that is small enough to be written down
 _AT_ONCE = 2**15  # numbers in a stack of gradients that is small enough for a cache
 
 
+def in_differentiable_steps(measure: Measure) -> Measure:
+    """Measures f, or, where torch fused its attention and left out derivatives, f in steps."""
+
+    @functools.wraps(measure)
+    def measured(f: Map, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return measure(f, *args, **kwargs)
+        except NotImplementedError:
+            pass
+
+        def in_steps(x: Tensor) -> Tensor:
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # under no_grad torch fuses its encoders as a whole
+                return f(x)
+
+        try:
+            return measure(in_steps, *args, **kwargs)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"f must be made of operations that torch.func.jvp can differentiate; got {type(f).__name__}, "
+                f"of which torch says: {str(error).splitlines()[0]}"
+            ) from error
+
+    return measured  # type: ignore[return-value]
+
+
 @torch.no_grad()
+@in_differentiable_steps
 def local_lipschitz(
     f: Map,
     x: Float[Tensor, "batch tokens features"],
@@ -71,29 +98,7 @@ def local_lipschitz(
     if x.ndim != 3 or not x.numel():
         raise ValueError(f"x must have shape [batch, tokens, features] and not be empty; got {list(x.shape)}.")
     check_finite("x", x)
-    return in_differentiable_steps(
-        f, lambda f: operator_norm(f, x.detach(), norm, Effort(seeded(generator), num_starts, max_steps, tolerance))
-    )
-
-
-def in_differentiable_steps(f: Map, measure: Callable[[Map], Found]) -> Found:
-    """What is measured of f, or, where torch fused its attention and left out derivatives, of f in steps."""
-    try:
-        return measure(f)
-    except NotImplementedError:
-        pass
-
-    def in_steps(x: Tensor) -> Tensor:
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # under no_grad torch's encoders are fused as a whole
-            return f(x)
-
-    try:
-        return measure(in_steps)
-    except NotImplementedError as error:
-        raise NotImplementedError(
-            f"f must be made of operations that torch.func.jvp can differentiate; got {type(f).__name__}, "
-            f"of which torch says: {str(error).splitlines()[0]}"
-        ) from error
+    return operator_norm(f, x.detach(), norm, Effort(seeded(generator), num_starts, max_steps, tolerance))
 
 
 class Effort(NamedTuple):

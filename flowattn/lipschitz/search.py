@@ -43,6 +43,7 @@ class LipschitzSearch(NamedTuple):
 
 
 @torch.no_grad()
+@in_differentiable_steps
 def search_lipschitz(
     f: Map,
     shape: tuple[int, int],
@@ -86,28 +87,6 @@ def search_lipschitz(
         raise ValueError(f"scales must be positive and finite, and at least one; got scales={tuple(scales)}.")
     if start is not None and start.shape[-2:] != shape:
         raise ValueError(f"start must have shape [..., {shape[0]}, {shape[1]}]; got {list(start.shape)}.")
-    return in_differentiable_steps(
-        f,
-        lambda f: _search(
-            f, shape, norm, num_restarts, num_steps, learning_rate, scales, start, generator, dtype, device, progress
-        ),
-    )
-
-
-def _search(
-    f: Map,
-    shape: tuple[int, int],
-    norm: Norm,
-    num_restarts: int,
-    num_steps: int,
-    learning_rate: float,
-    scales: Sequence[float],
-    start: Tensor | None,
-    generator: torch.Generator | None,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    progress: bool,
-) -> LipschitzSearch:
     generator = seeded(generator)
     like = torch.empty(0, dtype=dtype, device=device) if start is None else start.detach().to(device, dtype)
     given = like.reshape(-1, *shape)
