@@ -16,12 +16,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowattn.checks import nothing_is_recorded
+from flowattn.scratch import Scratch
 
 #: More terms of the series than this take as long as elimination.
 MAX_TERMS = 10
 
 #: Fewer numbers than this are eliminated before the terms are called.
 MANY = 2**14
+
+_scratch = Scratch()
 
 
 def logabsdet_plus_identity(M: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
@@ -82,24 +85,20 @@ class _LogAbsDet(torch.autograd.Function):
 
 
 def invert(N: Float[Tensor, "batch n n"]) -> tuple[Float[Tensor, "batch n n"], Float[Tensor, " batch"]]:
-    """The transposed inverses of I - N and log|det(I - N)|, by whichever way is faster. N is changed.
+    """The transposed inverses of I - N, in the place of N, and log|det(I - N)|, by whichever way is faster.
 
     Example:
         >>> invert(torch.tensor([[[0.5]]]))
         (tensor([[[2.]]]), tensor([-0.6931]))
     """
-    n = N.shape[-1]
-    if N.numel() == 0:
-        return N, N.new_zeros(len(N))
-    found = [
-        (invert_by_series(part, part.new_empty(3, *part.shape)) if part.numel() >= MANY else None)
-        or invert_by_elimination(part)
-        for part in N.split(max(1, small_enough_for_the_cache(N) // (n * n)))
-    ]
-    if len(found) == 1:
-        return found[0]
-    inverses, logabsdets = zip(*found, strict=True)
-    return torch.cat(inverses), torch.cat(logabsdets)
+    logabsdet = N.new_empty(len(N))
+    at_a_time = max(1, small_enough_for_the_cache(N) // max(1, N.shape[-1] ** 2))
+    for part, values in zip(N.split(at_a_time), logabsdet.split(at_a_time), strict=True):
+        found = invert_by_series(part, _scratch(part, *[part.shape] * 3)) if part.numel() >= MANY else None
+        inverses, some = found or invert_by_elimination(part)
+        part.copy_(inverses)
+        values.copy_(some)
+    return N, logabsdet
 
 
 def invert_by_series(

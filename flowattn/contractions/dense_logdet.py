@@ -22,8 +22,11 @@ from torch import Tensor
 from flowattn.attention import centred, heads_jacobian
 from flowattn.checks import can_look, in_forward_mode
 from flowattn.determinants import invert, logabsdet_of_blocks
+from flowattn.scratch import Scratch
 
 Pull = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+
+_scratch_of_factors, _scratch_of_matrices = Scratch(), Scratch()
 
 Found = tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]
 
@@ -87,8 +90,9 @@ def _constant(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tenso
     BR = torch.cat([B, R * steep], -1).expand(len(z), -1, -1, -1).flatten(0, 1)
     a, b = torch.bmm(BR.mT, z.flatten(0, 1)).unflatten(0, z.shape[:2]).split(features, 2)
     mean = a @ P.mT
-    t = (mean.unsqueeze(-1) - a.unsqueeze(-2)).mul_(P.unsqueeze(2))
-    u = b.unsqueeze(-1) - b.unsqueeze(-2)
+    t, u = _scratch_of_factors(z, *((*c.shape, c.shape[-1]) for c in (a, b)))
+    torch.sub(mean.unsqueeze(-1), a.unsqueeze(-2), out=t).mul_(P.unsqueeze(2))
+    torch.sub(b.unsqueeze(-1), b.unsqueeze(-2), out=u)
     logabsdet, (of_logits, of_rows, of_columns, of_S, of_b) = _determinant(P, t, (B.mT @ R).neg_(), u, b)
 
     def pull(g_value: Tensor, g: Tensor) -> tuple[Tensor, ...]:
@@ -215,17 +219,22 @@ def _ball_determinant(P: Tensor, t: Tensor, z: Tensor, B: Tensor, R: Tensor) -> 
 
 
 def _invert(P: Tensor, t: Tensor, S: Tensor, u: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log|det(I - A)| for the A of these parts, (I - A)^{-T} by pairs, and room for as many numbers."""
-    A = P[:, 0, None, None] * S[:, 0].unsqueeze(-2)
-    for h in range(P.shape[1]):
+    """log|det(I - A)| for the A of these parts, (I - A)^{-T} by pairs, and room for as many numbers.
+
+    The latter two are in the memory of the next call, too.
+    """
+    batch, heads, tokens, _ = P.shape
+    out, features = t.shape[2], u.shape[2]
+    # Matrices of a width that is a multiple of eight are multiplied in two thirds of the time.
+    wide = 8 * math.ceil(max(out, features) * tokens / 8)
+    A, N = _scratch_of_matrices(P, (batch, out, features, tokens, tokens), (batch, wide, wide))
+    torch.mul(P[:, 0, None, None], S[:, 0].unsqueeze(-2), out=A)
+    for h in range(heads):
         if h > 0:
             A.addcmul_(P[:, h, None, None], S[:, h].unsqueeze(-2))
         A.addcmul_(t[:, h].unsqueeze(2), u[:, h].unsqueeze(1))
     A.diagonal(dim1=3, dim2=4).add_(own)
-    # Matrices of a width that is a multiple of eight are multiplied in two thirds of the time.
-    size = A.shape[1] * A.shape[3]
-    wide = size + -size % 8
-    N = A.new_zeros(len(A), wide, wide)
+    N.zero_()
     _by_pairs(N, A).copy_(A)
     found, logabsdet = invert(N)
     return logabsdet, A.copy_(_by_pairs(found, A)), N.flatten()[: A.numel()].view_as(A)

@@ -27,6 +27,9 @@ from flowattn.determinants import (
     small_enough_for_the_cache,
     trace,
 )
+from flowattn.scratch import Scratch
+
+_scratch = Scratch()
 
 
 def head_logabsdet(C: Tensor, K: Tensor) -> Tensor:
@@ -112,7 +115,7 @@ def _expand_some(C: Tensor, K: Tensor, at_a_time: int, with_gradient: bool) -> t
     if C.numel() == 0:
         return logabsdet, dC.transpose(0, 1), dK.transpose(0, 1)
     longest = min(tokens, max(1, at_a_time // batch))
-    work = C.new_empty(4, batch * longest * n * n)  # memory that is used again stays in the cache
+    (work,) = _scratch(C, (4, batch * longest * n * n))
     for stretch, (mean, inverse, value) in _centres(C, K, list(_stretches(tokens, longest))):
         rows = C[:, :, stretch].contiguous()
         N, *spare = work[:, : rows.numel() * heads].view(4, -1, n, n)

@@ -1,0 +1,57 @@
+"""Memory for what a function needs on its way only, kept from call to call.
+
+Fresh memory costs more than much of what is computed in it: the system clears it page by page when it is first touched.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+
+import torch
+from torch import Tensor
+
+from flowattn.checks import can_look
+
+#: How many numbers to keep. Larger calls compute for so long that fresh memory does not matter.
+KEPT = 2**22
+
+#: Tensors start at multiples of so many numbers, where vector instructions like them.
+ALIGNED = 16
+
+
+class Scratch(threading.local):
+    """Gives out tensors whose contents are whatever was there, good until the next call. Each thread has its own.
+
+    Memory is kept on CPU only; elsewhere torch keeps it.
+
+    Example:
+        >>> scratch = Scratch()
+        >>> [t.shape for t in scratch(torch.zeros(1), (2, 3), (4,))]
+        [torch.Size([2, 3]), torch.Size([4])]
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[torch.dtype, Tensor] = {}
+
+    def __call__(self, like: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
+        """Tensors of these shapes, of the type and on the device of the one that is given."""
+        if like.device.type != "cpu" or not can_look(like):
+            return [like.new_empty(shape) for shape in shapes]
+        sizes = [math.prod(shape) for shape in shapes]
+        *starts, total = itertools.accumulate((ALIGNED * math.ceil(size / ALIGNED) for size in sizes), initial=0)
+        memory = self._memory(total, like.dtype)
+        return [
+            memory[start : start + size].view(shape) for start, size, shape in zip(starts, sizes, shapes, strict=True)
+        ]
+
+    def _memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        if dtype in self.kept and len(self.kept[dtype]) >= size:
+            return self.kept[dtype]
+        self.kept.pop(dtype, None)  # before there is more
+        with torch.inference_mode(False):  # or it could not be written to outside
+            memory = torch.empty(size, dtype=dtype)
+        if size <= KEPT:
+            self.kept[dtype] = memory
+        return memory
