@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -26,7 +26,7 @@ from flowattn.scratch import Scratch
 
 Pull = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
-_scratch_of_factors, _scratch_of_matrices = Scratch(), Scratch()
+_scratch = Scratch()
 
 Found = tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]
 
@@ -90,10 +90,10 @@ def _constant(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tenso
     BR = torch.cat([B, R * steep], -1).expand(len(z), -1, -1, -1).flatten(0, 1)
     a, b = torch.bmm(BR.mT, z.flatten(0, 1)).unflatten(0, z.shape[:2]).split(features, 2)
     mean = a @ P.mT
-    t, u = _scratch_of_factors(z, *((*c.shape, c.shape[-1]) for c in (a, b)))
-    torch.sub(mean.unsqueeze(-1), a.unsqueeze(-2), out=t).mul_(P.unsqueeze(2))
-    torch.sub(b.unsqueeze(-1), b.unsqueeze(-2), out=u)
-    logabsdet, (of_logits, of_rows, of_columns, of_S, of_b) = _determinant(P, t, (B.mT @ R).neg_(), u, b)
+    desk = _Desk.of(P, features)
+    torch.sub(mean.unsqueeze(-1), a.unsqueeze(-2), out=desk.t).mul_(P.unsqueeze(2))
+    torch.sub(b.unsqueeze(-1), b.unsqueeze(-2), out=desk.u)
+    logabsdet, (of_logits, of_rows, of_columns, of_S, of_b) = _determinant(P, (B.mT @ R).neg_(), b, desk)
 
     def pull(g_value: Tensor, g: Tensor) -> tuple[Tensor, ...]:
         rows, columns, db = of_rows * g, of_columns * g, of_b * g
@@ -118,8 +118,9 @@ def _ball(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tensor, P
     steep = 2 / math.sqrt(B.shape[1])
     a = B.mT @ z
     mean = a @ P.mT
-    t = (mean.unsqueeze(-1) - a.unsqueeze(-2)).mul_(P.unsqueeze(2))
-    logabsdet, (of_logits, rows, columns, of_z, of_B, of_R) = _ball_determinant(P, t, z, B, R * steep)
+    desk = _Desk.of(P, B.shape[2])
+    torch.sub(mean.unsqueeze(-1), a.unsqueeze(-2), out=desk.t).mul_(P.unsqueeze(2))
+    logabsdet, (of_logits, rows, columns, of_z, of_B, of_R) = _ball_determinant(P, z, B, R * steep, desk)
 
     def pull(g_value: Tensor, g: Tensor) -> tuple[Tensor, ...]:
         dmean = torch.addcmul(g_value.mT.unsqueeze(1), rows, g)
@@ -165,46 +166,67 @@ def _weights(z: Tensor, bias: Tensor | None) -> Tensor:
     return P.div_(P.sum(-1, keepdim=True))
 
 
-def _determinant(P: Tensor, t: Tensor, S: Tensor, u: Tensor, b: Tensor) -> tuple[Tensor, list[Tensor]]:
+class _Desk(NamedTuple):
+    """Room for what there is of each pair of tokens, in the memory of the next call, too."""
+
+    t: Tensor  # [B, H, D, N, N], as u
+    u: Tensor
+    dt: Tensor  # heads first
+    du: Tensor  # of one head
+    A: Tensor  # [B, D, D, N, N]
+    matrices: Tensor  # the same as matrices
+
+    @classmethod
+    def of(cls, P: Tensor, features: int) -> _Desk:
+        batch, heads, tokens, _ = P.shape
+        pairs = features, tokens, tokens
+        # Matrices of a width that is a multiple of eight are multiplied in two thirds of the time.
+        wide = 8 * math.ceil(features * tokens / 8)
+        shapes = [(batch, heads, *pairs)] * 2 + [(heads, batch, *pairs), (batch, *pairs), (batch, features, *pairs)]
+        return cls(*_scratch(P, *shapes, (batch, wide, wide)))
+
+
+def _determinant(P: Tensor, S: Tensor, b: Tensor, desk: _Desk) -> tuple[Tensor, list[Tensor]]:
     """log|det(I - A)| for the A of these parts, and what backward needs of its gradient, but for the sign.
 
     With d for the gradient after what follows, these are P dP, t being a product with P; dS; the sums of P dt over keys
     and over queries, which are for the means and for a; and db.
     """
-    batch, heads, out, tokens, _ = t.shape
-    features = u.shape[2]
-    own = (b @ t.flatten(2, 3).mT).sum(1).unflatten(-1, (out, tokens)).transpose(1, 2)
-    logabsdet, G, room = _invert(P, t, S[None, ..., None], u, own)
+    t, u = desk.t, desk.u
+    batch, heads, features, tokens, _ = t.shape
+    own = (b @ t.flatten(2, 3).mT).sum(1).unflatten(-1, (features, tokens)).transpose(1, 2)
+    logabsdet, G, room = _invert(P, S[None, ..., None], own, desk)
     flat = G.flatten(1, 2).flatten(2)
     dP = (S.flatten(1) @ flat).view_as(P)
-    dS = torch.bmm(P.flatten(2), flat.mT).unflatten(2, (out, features))
-    down = G.diagonal(dim1=3, dim2=4).mT.reshape(batch, out * tokens, features)
-    dts, dbs = [], []
+    dS = torch.bmm(P.flatten(2), flat.mT).unflatten(2, (features, features))
+    down = G.diagonal(dim1=3, dim2=4).mT.reshape(batch, features * tokens, features)
+    dbs = []
     for h in range(heads):
-        along = torch.mul(G, u[:, h].unsqueeze(1), out=room).sum(2)
-        dts.append(along.flatten(1, 2).baddbmm_(down, b[:, h]).view_as(along))
-        du = torch.mul(G, t[:, h].unsqueeze(2), out=room).sum(1)
+        torch.sum(torch.mul(G, u[:, h].unsqueeze(1), out=room), 2, out=desk.dt[h])
+        desk.dt[h].flatten(1, 2).baddbmm_(down, b[:, h])
+        du = torch.sum(torch.mul(G, t[:, h].unsqueeze(2), out=room), 1, out=desk.du)
         dbs.append((du.sum(-1) - du.sum(-2)).baddbmm_(down.mT, t[:, h].flatten(1, 2)))
-    return logabsdet, [*_through_weights(_stack(dts), t, P, dP), dS, _stack(dbs)]
+    return logabsdet, [*_through_weights(P, dP, desk), dS, _stack(dbs)]
 
 
-def _ball_determinant(P: Tensor, t: Tensor, z: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _ball_determinant(P: Tensor, z: Tensor, B: Tensor, R: Tensor, desk: _Desk) -> tuple[Tensor, list[Tensor]]:
     """The same for 2 / s times the R of each token; the last three are dz and dB, but for what P and a do, and dR."""
-    heads, out, tokens = t.shape[1:4]
+    t, u = desk.t, desk.u
+    heads, features, tokens = t.shape[1:4]
     s = math.sqrt(z.shape[2])
     columns = R.permute(0, 1, 4, 3, 2).contiguous()  # [B, H, D, d, N]
     b = z.mT.unsqueeze(2) @ columns
-    u = b - b.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+    torch.sub(b, b.diagonal(dim1=-2, dim2=-1).unsqueeze(-2), out=u)
     S = (B.mT.unsqueeze(1) @ columns).mul_(-s / 2).transpose(2, 3)
-    tau = (t.flatten(2, 3) @ z.mT).unflatten(2, (out, tokens)).transpose(2, 3)  # [B, H, N, o, d]
+    tau = (t.flatten(2, 3) @ z.mT).unflatten(2, (features, tokens)).transpose(2, 3)  # [B, H, N, D, d]
     own = (tau @ R).sum(1).permute(0, 2, 3, 1)
-    logabsdet, G, room = _invert(P, t, S, u, own)
-    down = G.diagonal(dim1=3, dim2=4).permute(0, 3, 1, 2).unsqueeze(1)  # [B, 1, N, o, D]
-    dtau = (down @ R.mT).transpose(2, 3).flatten(2, 3)  # [B, H, o N, d]
-    dts, dPs, dSs, dbs = [], [], [], []
+    logabsdet, G, room = _invert(P, S, own, desk)
+    down = G.diagonal(dim1=3, dim2=4).permute(0, 3, 1, 2).unsqueeze(1)  # [B, 1, N, D, D]
+    dtau = (down @ R.mT).transpose(2, 3).flatten(2, 3)  # [B, H, D N, d]
+    dPs, dSs, dbs = [], [], []
     for h in range(heads):
-        along = torch.mul(G, u[:, h].unsqueeze(1), out=room).sum(2)
-        dts.append(along.flatten(1, 2).baddbmm_(dtau[:, h], z[:, h]).view_as(along))
+        torch.sum(torch.mul(G, u[:, h].unsqueeze(1), out=room), 2, out=desk.dt[h])
+        desk.dt[h].flatten(1, 2).baddbmm_(dtau[:, h], z[:, h])
         dPs.append(torch.mul(G, S[:, h].unsqueeze(-2), out=room).sum((1, 2)))
         dSs.append(torch.mul(G, P[:, h, None, None], out=room).sum(3))
         dbs.append(torch.mul(G, t[:, h].unsqueeze(2), out=room).sum(1))
@@ -215,34 +237,28 @@ def _ball_determinant(P: Tensor, t: Tensor, z: Tensor, B: Tensor, R: Tensor) -> 
     dR = z.unsqueeze(2) @ db - (B.unsqueeze(1) @ dS.transpose(2, 3)) * (s / 2)
     dR = dR.permute(0, 1, 4, 3, 2) + tau.mT @ down
     dB = (columns.transpose(2, 3).flatten(3) @ dS.movedim(2, -1).flatten(2, 3)) * (-s / 2)
-    return logabsdet, [*_through_weights(_stack(dts), t, P, dP), dz, dB, dR * (2 / s)]
+    return logabsdet, [*_through_weights(P, dP, desk), dz, dB, dR * (2 / s)]
 
 
-def _invert(P: Tensor, t: Tensor, S: Tensor, u: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log|det(I - A)| for the A of these parts, (I - A)^{-T} by pairs, and room for as many numbers.
-
-    The latter two are in the memory of the next call, too.
-    """
-    batch, heads, tokens, _ = P.shape
-    out, features = t.shape[2], u.shape[2]
-    # Matrices of a width that is a multiple of eight are multiplied in two thirds of the time.
-    wide = 8 * math.ceil(max(out, features) * tokens / 8)
-    A, N = _scratch_of_matrices(P, (batch, out, features, tokens, tokens), (batch, wide, wide))
+def _invert(P: Tensor, S: Tensor, own: Tensor, desk: _Desk) -> tuple[Tensor, Tensor, Tensor]:
+    """log|det(I - A)| for the A of these parts, (I - A)^{-T} by pairs, and room for as many numbers."""
+    t, u, A = desk.t, desk.u, desk.A
     torch.mul(P[:, 0, None, None], S[:, 0].unsqueeze(-2), out=A)
-    for h in range(heads):
+    for h in range(P.shape[1]):
         if h > 0:
             A.addcmul_(P[:, h, None, None], S[:, h].unsqueeze(-2))
         A.addcmul_(t[:, h].unsqueeze(2), u[:, h].unsqueeze(1))
     A.diagonal(dim1=3, dim2=4).add_(own)
-    N.zero_()
-    _by_pairs(N, A).copy_(A)
-    found, logabsdet = invert(N)
-    return logabsdet, A.copy_(_by_pairs(found, A)), N.flatten()[: A.numel()].view_as(A)
+    by_pairs = _by_pairs(desk.matrices.zero_(), A)
+    by_pairs.copy_(A)
+    _, logabsdet = invert(desk.matrices)
+    return logabsdet, A.copy_(by_pairs), desk.matrices.flatten()[: A.numel()].view_as(A)
 
 
-def _through_weights(dt: Tensor, t: Tensor, P: Tensor, dP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """P dP, t being a product with P, and the sums of P dt over keys and over queries. It changes dt."""
-    of_logits = torch.addcmul((dt * t).sum(2), P, dP)
+def _through_weights(P: Tensor, dP: Tensor, desk: _Desk) -> tuple[Tensor, Tensor, Tensor]:
+    """P dP, t being a product with P, and the sums of P dt over keys and over queries. It changes t and dt."""
+    t, dt = desk.t, desk.dt.transpose(0, 1)
+    of_logits = torch.addcmul(t.mul_(dt).sum(2), P, dP)
     dt.mul_(P.unsqueeze(2))
     return of_logits, dt.sum(-1), dt.sum(-2)
 
@@ -252,7 +268,7 @@ def _stack(heads: list[Tensor]) -> Tensor:
 
 
 def _by_pairs(matrices: Tensor, like: Tensor) -> Tensor:
-    """A view of matrices of all tokens as blocks of all pairs, [batch, out, features, i, j]."""
-    out, features, tokens = like.shape[1:4]
-    rows, columns = matrices[:, : out * tokens].unflatten(1, (out, tokens)), features * tokens
-    return rows[..., :columns].unflatten(-1, (features, tokens)).transpose(2, 3)
+    """A view of matrices of all tokens as blocks of all pairs, [batch, features, features, i, j]."""
+    size = features, tokens = like.shape[2:4]
+    n = features * tokens
+    return matrices[:, :n, :n].unflatten(2, size).unflatten(1, size).transpose(2, 3)
