@@ -87,8 +87,8 @@ def _constant(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tenso
     """The means times B, log|det(I + J)|, and what takes gradients after both to those of z, B, R and the logits."""
     _, width, features = B.shape
     steep = 2 / math.sqrt(width)
-    BR = torch.cat([B, R * steep], -1).expand(len(z), -1, -1, -1).flatten(0, 1)
-    a, b = torch.bmm(BR.mT, z.flatten(0, 1)).unflatten(0, z.shape[:2]).split(features, 2)
+    BR = torch.cat([B, R * steep], -1)
+    a, b = (BR.mT @ z).split(features, 2)
     mean = a @ P.mT
     desk = _Desk.of(P, features)
     torch.sub(mean.unsqueeze(-1), a.unsqueeze(-2), out=desk.t).mul_(P.unsqueeze(2))
@@ -101,7 +101,7 @@ def _constant(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tenso
         da = dmean @ P - columns
         dlogits, moved = _through_logits(torch.addcmul(of_logits * g, P, dmean.mT @ a), P, z)
         dab = torch.cat([da, db], 2)
-        dz = torch.baddbmm(moved.flatten(0, 1), BR, dab.flatten(0, 1), beta=steep).view_as(z)
+        dz = torch.add(BR @ dab, moved, alpha=steep)
         dBR = (z @ dab.mT).sum(0)
         dS = (g.view(1, -1) @ of_S.flatten(1)).view(of_S.shape[1:])
         return dz, dBR[..., :features] - R @ dS.mT, dBR[..., features:] * steep - B @ dS, dlogits
@@ -199,13 +199,13 @@ def _determinant(P: Tensor, S: Tensor, b: Tensor, desk: _Desk) -> tuple[Tensor, 
     flat = G.flatten(1, 2).flatten(2)
     dP = (S.flatten(1) @ flat).view_as(P)
     dS = torch.bmm(P.flatten(2), flat.mT).unflatten(2, (features, features))
-    down = G.diagonal(dim1=3, dim2=4).mT.reshape(batch, features * tokens, features)
+    # The rows of t add up to zero, so a token's own block is minus the sum of those that it has with others.
+    G.sub_(G.diagonal(dim1=3, dim2=4).clone().unsqueeze(-1))
     dbs = []
     for h in range(heads):
         torch.sum(torch.mul(G, u[:, h].unsqueeze(1), out=room), 2, out=desk.dt[h])
-        desk.dt[h].flatten(1, 2).baddbmm_(down, b[:, h])
         du = torch.sum(torch.mul(G, t[:, h].unsqueeze(2), out=room), 1, out=desk.du)
-        dbs.append((du.sum(-1) - du.sum(-2)).baddbmm_(down.mT, t[:, h].flatten(1, 2)))
+        dbs.append(du.sum(-1) - du.sum(-2))
     return logabsdet, [*_through_weights(P, dP, desk), dS, _stack(dbs)]
 
 
@@ -250,7 +250,7 @@ def _invert(P: Tensor, S: Tensor, own: Tensor, desk: _Desk) -> tuple[Tensor, Ten
         A.addcmul_(t[:, h].unsqueeze(2), u[:, h].unsqueeze(1))
     A.diagonal(dim1=3, dim2=4).add_(own)
     by_pairs = _by_pairs(desk.matrices.zero_(), A)
-    by_pairs.copy_(A)
+    by_pairs.copy_(A)  # quicker than to compute it there, where rows are short
     _, logabsdet = invert(desk.matrices)
     return logabsdet, A.copy_(by_pairs), desk.matrices.flatten()[: A.numel()].view_as(A)
 
