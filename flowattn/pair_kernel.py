@@ -1,16 +1,16 @@
 r"""L2 attention that looks at each pair of tokens once, on CPU.
 
-.. math:: E_{ij} = 2^{-|u_i - u_j|^2 / 2}, \qquad m_i = \frac{\sum_j E_{ij} u_j}{\sum_j E_{ij}}
+.. math:: E_{ij} = e^{-|u_i - u_j|^2 / s}, \qquad m_i = \frac{\sum_j E_{ij} u_j}{\sum_j E_{ij}}
 
 Without bias and mask the weights are symmetric before they are divided, and largest, namely 1, on the diagonal: half of
 them are enough, and no row needs its maximum. For a pair of tokens forward takes three products of d numbers, where
 dot-product attention takes four, and backward seven, where it takes ten:
 
 .. math:: du_i = \sum_j E_{ij} g'_j + \sum_j T_{ij} (u_j - u_i), \qquad
-    T_{ij} = \log 2\; E_{ij} \bigl( g'_i \cdot (u_j - m_i) + g'_j \cdot (u_i - m_j) \bigr),
+    T_{ij} = \tfrac2s E_{ij} \bigl( g'_i \cdot (u_j - m_i) + g'_j \cdot (u_i - m_j) \bigr),
 
-with g the gradient of m and :math:`g'_i = g_i / \sum_j E_{ij}`. Tokens come last in here, [heads, width, tokens], where
-the products are fastest.
+with u the tokens about their centre, g the gradient of m and :math:`g'_i = g_i / \sum_j E_{ij}`. Tokens come last in
+here, [heads, width, tokens], where the products are fastest.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Fresh memory costs more than much of what is computed in it: the system clears i
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 
@@ -38,11 +39,10 @@ class Scratch(threading.local):
         """Tensors of these shapes, of the type and on the device of the one that is given."""
         if like.device.type != "cpu" or not can_look(like):
             return [like.new_empty(shape) for shape in shapes]
-        starts = [0]
-        for shape in shapes:
-            starts.append(starts[-1] + ALIGNED * math.ceil(math.prod(shape) / ALIGNED))
-        memory = self._memory(starts[-1], like.dtype)
-        return [memory[start : start + math.prod(shape)].view(shape) for start, shape in zip(starts, shapes, strict=False)]
+        sizes = [math.prod(shape) for shape in shapes]
+        *starts, total = itertools.accumulate((ALIGNED * math.ceil(size / ALIGNED) for size in sizes), initial=0)
+        memory, places = self._memory(total, like.dtype), zip(starts, sizes, shapes, strict=True)
+        return [memory[start : start + size].view(shape) for start, size, shape in places]
 
     def _memory(self, size: int, dtype: torch.dtype) -> Tensor:
         if dtype in self.kept and len(self.kept[dtype]) >= size:

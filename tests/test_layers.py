@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "flowattn"
 
 CORE = [
     "checks",
+    "scratch",
     "kernel",
     "fused_l2",
     "moments",

@@ -193,7 +193,7 @@ def _determinant(P: Tensor, S: Tensor, b: Tensor, desk: _Desk) -> tuple[Tensor, 
     and over queries, which are for the means and for a; and db.
     """
     t, u = desk.t, desk.u
-    batch, heads, features, tokens, _ = t.shape
+    heads, features, tokens = t.shape[1:4]
     own = (b @ t.flatten(2, 3).mT).sum(1).unflatten(-1, (features, tokens)).transpose(1, 2)
     logabsdet, G, room = _invert(P, S[None, ..., None], own, desk)
     flat = G.flatten(1, 2).flatten(2)

@@ -31,6 +31,9 @@ from flowattn.checks import nothing_is_recorded
 #: From this many rows on the products of shifted squarings take longer than the steps between them.
 SHIFTED_FROM = 192
 
+#: From this many rows on only half of a symmetric product is computed, in panels of a quarter of its columns.
+HALVED_FROM = 384
+
 #: Traces of Gram matrices below this are those of zeros.
 SMALLEST_TRACE = 1e-12
 
@@ -94,6 +97,26 @@ def wide(W: Tensor) -> Tensor:
     return W if is_wide(W) else W.mT
 
 
+def symmetric_product(X: Tensor, Y: Tensor, out: Tensor | None = None) -> Tensor:
+    """X Y, where that is symmetric.
+
+    Example:
+        >>> symmetric_product(torch.ones(1, 2, 3), torch.ones(1, 3, 2))
+        tensor([[[3., 3.],
+                 [3., 3.]]])
+    """
+    size = X.shape[-2]
+    if size < HALVED_FROM or not nothing_is_recorded() or X.device.type != "cpu":
+        return torch.bmm(X, Y, out=out)  # quicker to call than @
+    out = X.new_empty(len(X), size, size) if out is None else out
+    width = math.ceil(size / 4)
+    for start in range(0, size, width):
+        rest, columns = slice(start, size), slice(start, start + width)
+        torch.bmm(X[:, rest], Y[..., columns], out=out[:, rest, columns])
+        out[:, columns, start + width :] = out[:, start + width :, columns].mT
+    return out
+
+
 def times(A: Tensor, W: Tensor) -> Tensor:
     """Symmetric matrices times the wide ones, laid out as W."""
     return torch.bmm(A, W) if is_wide(W) else torch.bmm(W, A)
@@ -107,7 +130,7 @@ def of_gram(iteration: Iteration) -> Iteration:
 def _root(iteration: Iteration, W: Tensor, keep: bool) -> list[Tensor]:
     W, size = scaled(W)
     X = wide(W)
-    square, *tape = iteration.run(torch.bmm(X, X.mT), keep)  # quicker to call than @
+    square, *tape = iteration.run(symmetric_product(X, X.mT), keep)
     root = square.clamp_min(0.5).sqrt()  # at least 1, but for a zero matrix, where it would have no gradient
     return [root * size, W, root, *tape]
 
@@ -164,7 +187,7 @@ def _divided(P: Tensor, by: Tensor) -> Tensor:
 
 def _square(Q: Tensor, spare: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The square of Q, in the memory to spare if there is any, and then that of Q to spare."""
-    return torch.bmm(Q, Q, out=spare), None if spare is None else Q
+    return symmetric_product(Q, Q, spare), None if spare is None else Q
 
 
 def _plain_gradient(tape: Sequence[Tensor]) -> Tensor:
@@ -216,7 +239,7 @@ def _shifted_gradient(tape: Sequence[Tensor]) -> Tensor:
     A = _add_identity(math.sqrt(1 - 1 / rank) / deviation * D, 1 / rank)
     for Q, share, root in zip(steps[::3], steps[1::3], steps[2::3], strict=True):
         weight = (1 - _inner(A, Q) / root) * share / rank
-        A = torch.bmm(Q, A).div_(root).addcmul_(Q, weight)
+        A = symmetric_product(Q, A).div_(root).addcmul_(Q, weight)
     return A
 
 

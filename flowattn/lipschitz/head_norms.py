@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowattn.checks import can_look, in_forward_mode, nothing_is_recorded, without_autocast
-from flowattn.lipschitz.gram import eigenvalue, is_wide, scaled, times, upper_bound, use_up, wide
+from flowattn.lipschitz.gram import eigenvalue, is_wide, scaled, symmetric_product, times, upper_bound, use_up, wide
 from flowattn.lipschitz.spectral import at_least_single, margin, spectral_norm_bound
 
 #: The large matrix of all heads is not worth as many squarings as each of them.
@@ -88,7 +88,7 @@ def _plain_head_norms(W: Tensor, B: Tensor) -> Norms:
 def _grams(W: Tensor, B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The Gram matrices of W and B of each head, their traces in front, and that of the stack of all B."""
     heads, of_W, of_B, stack = len(W), wide(W), wide(B), wide(_stack(B))
-    of_all = torch.bmm(stack, stack.mT)
+    of_all = symmetric_product(stack, stack.mT)
     of_each = B.new_empty(2 * heads, *of_B.shape[1:2] * 2)
     torch.bmm(of_W, of_W.mT, out=of_each[:heads])
     if is_wide(_stack(B)):  # then those of its heads are in it
@@ -145,14 +145,14 @@ def _gram_of_trace_one(X: Tensor) -> tuple[Tensor, Tensor]:
     X, largest = scaled(X)
     size = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True).clamp_min(0.5)  # for a zero matrix
     X = X / size
-    return torch.bmm(X, X.mT), (size * largest).view(1)
+    return symmetric_product(X, X.mT), (size * largest).view(1)
 
 
 def _two_grams(W: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
     """The Gram matrices of W and B, room for their mean, and the traces of the two in front."""
     grams = B.new_empty(3, *B.shape[1:2] * 2)
-    torch.bmm(W.mT, W, out=grams[:1])
-    torch.bmm(B, B.mT, out=grams[1:2])
+    symmetric_product(W.mT, W, out=grams[:1])
+    symmetric_product(B, B.mT, out=grams[1:2])
     return grams[:2].diagonal(dim1=-2, dim2=-1).sum(-1), grams
 
 
