@@ -216,7 +216,7 @@ def _rows(z: Tensor, count: int) -> Tensor:
     return z.new_empty(z.shape[:2].numel(), count, z.shape[2])
 
 
-def _desk(z: Tensor, on_the_left: int, on_the_right: int, summed: int) -> list[Tensor]:
+def _desk(z: Tensor, on_the_left: int, on_the_right: int, summed: int) -> tuple[Tensor, ...]:
     """Room for so many rows on both sides, for the weights between two blocks of tokens, twice, and for their sums.
 
     The sums are those of each block, [heads, summed, block], since torch adds to blocks of a larger matrix slowly.

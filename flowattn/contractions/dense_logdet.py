@@ -99,7 +99,7 @@ def _constant(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tenso
         rows, columns, db = of_rows * g, of_columns * g, of_b * g
         dmean = rows + g_value.mT.unsqueeze(1)
         da = dmean @ P - columns
-        dlogits, moved = _through_logits(torch.addcmul(of_logits * g, P, dmean.mT @ a), P, z)
+        dlogits, moved = _through_logits((dmean.mT @ a).mul_(P).addcmul_(of_logits, g), P, z)
         dab = torch.cat([da, db], 2)
         dz = torch.add(BR @ dab, moved, alpha=steep)
         dBR = (z @ dab.mT).sum(0)
@@ -125,7 +125,7 @@ def _ball(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tensor, P
     def pull(g_value: Tensor, g: Tensor) -> tuple[Tensor, ...]:
         dmean = torch.addcmul(g_value.mT.unsqueeze(1), rows, g)
         da = torch.addcmul(dmean @ P, columns, g, value=-1)
-        dlogits, moved = _through_logits(torch.addcmul(of_logits * g, P, dmean.mT @ a), P, z)
+        dlogits, moved = _through_logits((dmean.mT @ a).mul_(P).addcmul_(of_logits, g), P, z)
         dz = torch.addcmul(torch.add(B @ da, moved, alpha=steep), of_z, g)
         own = (g.view(1, -1) @ of_B.flatten(1)).view_as(B)
         return dz, (z @ da.mT).sum(0) + own, of_R * g.unsqueeze(-1), dlogits
@@ -146,8 +146,11 @@ def _differentiable(given: tuple[Tensor | None, ...], g_value: Tensor, g: Tensor
 
 
 def _through_logits(weighted: Tensor, P: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients after the logits and, but for a factor of 2 / s, the tokens, from P times that after P."""
-    dlogits = weighted - P * weighted.sum(-1, keepdim=True)
+    """The gradients after the logits and, but for a factor of 2 / s, the tokens, from P times that after P.
+
+    It changes `weighted`.
+    """
+    dlogits = weighted.addcmul_(P, weighted.sum(-1, keepdim=True), value=-1)
     # Rows add up to zero. Where a token sees little but itself, its own entry would be nothing but rounding.
     dlogits.diagonal(dim1=-2, dim2=-1).sub_(dlogits.sum(-1))
     pairs = dlogits + dlogits.mT
@@ -169,6 +172,7 @@ def _weights(z: Tensor, bias: Tensor | None) -> Tensor:
 class _Desk(NamedTuple):
     """Room for what there is of each pair of tokens, in the memory of the next call, too."""
 
+    dP: Tensor  # [B, H, N, N]
     t: Tensor  # [B, H, D, N, N], as u
     u: Tensor
     dt: Tensor  # heads first
@@ -182,8 +186,8 @@ class _Desk(NamedTuple):
         pairs = features, tokens, tokens
         # Matrices of a width that is a multiple of eight are multiplied in two thirds of the time.
         wide = 8 * math.ceil(features * tokens / 8)
-        shapes = [(batch, heads, *pairs)] * 2 + [(heads, batch, *pairs), (batch, *pairs), (batch, features, *pairs)]
-        return cls(*_scratch(P, *shapes, (batch, wide, wide)))
+        factors, gradients = [(batch, heads, *pairs)] * 2, [(heads, batch, *pairs), (batch, *pairs)]
+        return cls(*_scratch(P, P.shape, *factors, *gradients, (batch, features, *pairs), (batch, wide, wide)))
 
 
 def _determinant(P: Tensor, S: Tensor, b: Tensor, desk: _Desk) -> tuple[Tensor, list[Tensor]]:
@@ -197,7 +201,7 @@ def _determinant(P: Tensor, S: Tensor, b: Tensor, desk: _Desk) -> tuple[Tensor, 
     own = (b @ t.flatten(2, 3).mT).sum(1).unflatten(-1, (features, tokens)).transpose(1, 2)
     logabsdet, G, room = _invert(P, S[None, ..., None], own, desk)
     flat = G.flatten(1, 2).flatten(2)
-    dP = (S.flatten(1) @ flat).view_as(P)
+    torch.matmul(S.flatten(1), flat, out=desk.dP.flatten(2))
     dS = torch.bmm(P.flatten(2), flat.mT).unflatten(2, (features, features))
     # The rows of t add up to zero, so a token's own block is minus the sum of those that it has with others.
     G.sub_(G.diagonal(dim1=3, dim2=4).clone().unsqueeze(-1))
@@ -206,7 +210,7 @@ def _determinant(P: Tensor, S: Tensor, b: Tensor, desk: _Desk) -> tuple[Tensor, 
         torch.sum(torch.mul(G, u[:, h].unsqueeze(1), out=room), 2, out=desk.dt[h])
         du = torch.sum(torch.mul(G, t[:, h].unsqueeze(2), out=room), 1, out=desk.du)
         dbs.append(du.sum(-1) - du.sum(-2))
-    return logabsdet, [*_through_weights(P, dP, desk), dS, _stack(dbs)]
+    return logabsdet, [*_through_weights(P, desk), dS, _stack(dbs)]
 
 
 def _ball_determinant(P: Tensor, z: Tensor, B: Tensor, R: Tensor, desk: _Desk) -> tuple[Tensor, list[Tensor]]:
@@ -223,21 +227,21 @@ def _ball_determinant(P: Tensor, z: Tensor, B: Tensor, R: Tensor, desk: _Desk) -
     logabsdet, G, room = _invert(P, S, own, desk)
     down = G.diagonal(dim1=3, dim2=4).permute(0, 3, 1, 2).unsqueeze(1)  # [B, 1, N, D, D]
     dtau = (down @ R.mT).transpose(2, 3).flatten(2, 3)  # [B, H, D N, d]
-    dPs, dSs, dbs = [], [], []
+    dSs, dbs = [], []
     for h in range(heads):
         torch.sum(torch.mul(G, u[:, h].unsqueeze(1), out=room), 2, out=desk.dt[h])
         desk.dt[h].flatten(1, 2).baddbmm_(dtau[:, h], z[:, h])
-        dPs.append(torch.mul(G, S[:, h].unsqueeze(-2), out=room).sum((1, 2)))
+        torch.sum(torch.mul(G, S[:, h].unsqueeze(-2), out=room), (1, 2), out=desk.dP[:, h])
         dSs.append(torch.mul(G, P[:, h, None, None], out=room).sum(3))
         dbs.append(torch.mul(G, t[:, h].unsqueeze(2), out=room).sum(1))
-    dP, dS, db = map(_stack, (dPs, dSs, dbs))
+    dS, db = _stack(dSs), _stack(dbs)
     db.diagonal(dim1=-2, dim2=-1).sub_(db.sum(-2))
     dz = (columns @ db.mT).sum(2) + (dtau.mT @ t.flatten(2, 3))
     # By features first, [B, H, D, d, N], as the columns are.
     dR = z.unsqueeze(2) @ db - (B.unsqueeze(1) @ dS.transpose(2, 3)) * (s / 2)
     dR = dR.permute(0, 1, 4, 3, 2) + tau.mT @ down
     dB = (columns.transpose(2, 3).flatten(3) @ dS.movedim(2, -1).flatten(2, 3)) * (-s / 2)
-    return logabsdet, [*_through_weights(P, dP, desk), dz, dB, dR * (2 / s)]
+    return logabsdet, [*_through_weights(P, desk), dz, dB, dR * (2 / s)]
 
 
 def _invert(P: Tensor, S: Tensor, own: Tensor, desk: _Desk) -> tuple[Tensor, Tensor, Tensor]:
@@ -255,10 +259,10 @@ def _invert(P: Tensor, S: Tensor, own: Tensor, desk: _Desk) -> tuple[Tensor, Ten
     return logabsdet, A.copy_(by_pairs), desk.matrices.flatten()[: A.numel()].view_as(A)
 
 
-def _through_weights(P: Tensor, dP: Tensor, desk: _Desk) -> tuple[Tensor, Tensor, Tensor]:
+def _through_weights(P: Tensor, desk: _Desk) -> tuple[Tensor, Tensor, Tensor]:
     """P dP, t being a product with P, and the sums of P dt over keys and over queries. It changes t and dt."""
     t, dt = desk.t, desk.dt.transpose(0, 1)
-    of_logits = torch.addcmul(t.mul_(dt).sum(2), P, dP)
+    of_logits = t.mul_(dt).sum(2).addcmul_(P, desk.dP)
     dt.mul_(P.unsqueeze(2))
     return of_logits, dt.sum(-1), dt.sum(-2)
 
