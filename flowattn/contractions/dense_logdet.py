@@ -180,6 +180,11 @@ class _Desk(NamedTuple):
     A: Tensor  # [B, D, D, N, N]
     matrices: Tensor  # the same as matrices
 
+    @property
+    def room(self) -> Tensor:
+        """The memory of the matrices for another A."""
+        return self.matrices.flatten()[: self.A.numel()].view_as(self.A)
+
     @classmethod
     def of(cls, P: Tensor, features: int) -> _Desk:
         batch, heads, tokens, _ = P.shape
@@ -199,12 +204,15 @@ def _determinant(P: Tensor, S: Tensor, b: Tensor, desk: _Desk) -> tuple[Tensor, 
     t, u = desk.t, desk.u
     heads, features, tokens = t.shape[1:4]
     own = (b @ t.flatten(2, 3).mT).sum(1).unflatten(-1, (features, tokens)).transpose(1, 2)
-    logabsdet, G, room = _invert(P, S[None, ..., None], own, desk)
+    logabsdet, inverse = _invert(P, S[None, ..., None], own, desk)
+    # The rows of t add up to zero, so a token's own block is minus the sum of those that it has with others, and what
+    # all entries of a row have in common is nothing to the logits.
+    diagonal = inverse.diagonal(dim1=3, dim2=4)
+    of_own = diagonal.sum(-1)
+    G, room = torch.sub(inverse, diagonal.unsqueeze(-1), out=desk.A), desk.room
     flat = G.flatten(1, 2).flatten(2)
     torch.matmul(S.flatten(1), flat, out=desk.dP.flatten(2))
-    dS = torch.bmm(P.flatten(2), flat.mT).unflatten(2, (features, features))
-    # The rows of t add up to zero, so a token's own block is minus the sum of those that it has with others.
-    G.sub_(G.diagonal(dim1=3, dim2=4).clone().unsqueeze(-1))
+    dS = torch.bmm(P.flatten(2), flat.mT).unflatten(2, (features, features)).add_(of_own.unsqueeze(1))
     dbs = []
     for h in range(heads):
         torch.sum(torch.mul(G, u[:, h].unsqueeze(1), out=room), 2, out=desk.dt[h])
@@ -224,7 +232,8 @@ def _ball_determinant(P: Tensor, z: Tensor, B: Tensor, R: Tensor, desk: _Desk) -
     S = (B.mT.unsqueeze(1) @ columns).mul_(-s / 2).transpose(2, 3)
     tau = (t.flatten(2, 3) @ z.mT).unflatten(2, (features, tokens)).transpose(2, 3)  # [B, H, N, D, d]
     own = (tau @ R).sum(1).permute(0, 2, 3, 1)
-    logabsdet, G, room = _invert(P, S, own, desk)
+    logabsdet, inverse = _invert(P, S, own, desk)
+    G, room = desk.A.copy_(inverse), desk.room
     down = G.diagonal(dim1=3, dim2=4).permute(0, 3, 1, 2).unsqueeze(1)  # [B, 1, N, D, D]
     dtau = (down @ R.mT).transpose(2, 3).flatten(2, 3)  # [B, H, D N, d]
     dSs, dbs = [], []
@@ -244,8 +253,8 @@ def _ball_determinant(P: Tensor, z: Tensor, B: Tensor, R: Tensor, desk: _Desk) -
     return logabsdet, [*_through_weights(P, desk), dz, dB, dR * (2 / s)]
 
 
-def _invert(P: Tensor, S: Tensor, own: Tensor, desk: _Desk) -> tuple[Tensor, Tensor, Tensor]:
-    """log|det(I - A)| for the A of these parts, (I - A)^{-T} by pairs, and room for as many numbers."""
+def _invert(P: Tensor, S: Tensor, own: Tensor, desk: _Desk) -> tuple[Tensor, Tensor]:
+    """log|det(I - A)| for the A of these parts, and (I - A)^{-T} by pairs, a view of the matrices of the desk."""
     t, u, A = desk.t, desk.u, desk.A
     torch.mul(P[:, 0, None, None], S[:, 0].unsqueeze(-2), out=A)
     for h in range(P.shape[1]):
@@ -253,10 +262,11 @@ def _invert(P: Tensor, S: Tensor, own: Tensor, desk: _Desk) -> tuple[Tensor, Ten
             A.addcmul_(P[:, h, None, None], S[:, h].unsqueeze(-2))
         A.addcmul_(t[:, h].unsqueeze(2), u[:, h].unsqueeze(1))
     A.diagonal(dim1=3, dim2=4).add_(own)
-    by_pairs = _by_pairs(desk.matrices.zero_(), A)
+    features, tokens = u.shape[2:4]
+    n, size = features * tokens, (features, tokens)
+    by_pairs = desk.matrices.zero_()[:, :n, :n].unflatten(2, size).unflatten(1, size).transpose(2, 3)
     by_pairs.copy_(A)  # quicker than to compute it there, where rows are short
-    _, logabsdet = invert(desk.matrices)
-    return logabsdet, A.copy_(by_pairs), desk.matrices.flatten()[: A.numel()].view_as(A)
+    return invert(desk.matrices)[1], by_pairs
 
 
 def _through_weights(P: Tensor, desk: _Desk) -> tuple[Tensor, Tensor, Tensor]:
@@ -269,10 +279,3 @@ def _through_weights(P: Tensor, desk: _Desk) -> tuple[Tensor, Tensor, Tensor]:
 
 def _stack(heads: list[Tensor]) -> Tensor:
     return heads[0].unsqueeze(1) if len(heads) == 1 else torch.stack(heads, 1)
-
-
-def _by_pairs(matrices: Tensor, like: Tensor) -> Tensor:
-    """A view of matrices of all tokens as blocks of all pairs, [batch, features, features, i, j]."""
-    size = features, tokens = like.shape[2:4]
-    n = features * tokens
-    return matrices[:, :n, :n].unflatten(2, size).unflatten(1, size).transpose(2, 3)
