@@ -93,15 +93,14 @@ def _constant(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tenso
     desk = _Desk.of(P, features)
     torch.sub(mean.unsqueeze(-1), a.unsqueeze(-2), out=desk.t).mul_(P.unsqueeze(2))
     torch.sub(b.unsqueeze(-1), b.unsqueeze(-2), out=desk.u)
-    logabsdet, (of_logits, of_rows, of_columns, of_S, of_b) = _determinant(P, (B.mT @ R).neg_(), b, desk)
+    logabsdet, (of_logits, of_rows, of_columns, of_S, of_b) = _determinant(P, (B.mT @ R).neg_(), desk)
 
     def pull(g_value: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-        rows, columns, db = of_rows * g, of_columns * g, of_b * g
-        dmean = rows + g_value.mT.unsqueeze(1)
-        da = dmean @ P - columns
+        dmean = torch.addcmul(g_value.mT.unsqueeze(1), of_rows, g)
+        da = (dmean @ P).addcmul_(of_columns, g, value=-1)
         dlogits, moved = _through_logits((dmean.mT @ a).mul_(P).addcmul_(of_logits, g), P, z)
-        dab = torch.cat([da, db], 2)
-        dz = torch.add(BR @ dab, moved, alpha=steep)
+        dab = torch.cat([da, of_b * g], 2)
+        dz = (BR @ dab).add_(moved, alpha=steep)
         dBR = (z @ dab.mT).sum(0)
         dS = (g.view(1, -1) @ of_S.flatten(1)).view(of_S.shape[1:])
         return dz, dBR[..., :features] - R @ dS.mT, dBR[..., features:] * steep - B @ dS, dlogits
@@ -124,9 +123,9 @@ def _ball(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tensor, P
 
     def pull(g_value: Tensor, g: Tensor) -> tuple[Tensor, ...]:
         dmean = torch.addcmul(g_value.mT.unsqueeze(1), rows, g)
-        da = torch.addcmul(dmean @ P, columns, g, value=-1)
+        da = (dmean @ P).addcmul_(columns, g, value=-1)
         dlogits, moved = _through_logits((dmean.mT @ a).mul_(P).addcmul_(of_logits, g), P, z)
-        dz = torch.addcmul(torch.add(B @ da, moved, alpha=steep), of_z, g)
+        dz = (B @ da).add_(moved, alpha=steep).addcmul_(of_z, g)
         own = (g.view(1, -1) @ of_B.flatten(1)).view_as(B)
         return dz, (z @ da.mT).sum(0) + own, of_R * g.unsqueeze(-1), dlogits
 
@@ -154,7 +153,7 @@ def _through_logits(weighted: Tensor, P: Tensor, z: Tensor) -> tuple[Tensor, Ten
     # Rows add up to zero. Where a token sees little but itself, its own entry would be nothing but rounding.
     dlogits.diagonal(dim1=-2, dim2=-1).sub_(dlogits.sum(-1))
     pairs = dlogits + dlogits.mT
-    return dlogits, torch.addcmul(z @ pairs, z, pairs.sum(-2, keepdim=True), value=-1)
+    return dlogits, (z @ pairs).addcmul_(z, pairs.sum(-2, keepdim=True), value=-1)
 
 
 def _weights(z: Tensor, bias: Tensor | None) -> Tensor:
@@ -195,18 +194,17 @@ class _Desk(NamedTuple):
         return cls(*_scratch(P, P.shape, *factors, *gradients, (batch, features, *pairs), (batch, wide, wide)))
 
 
-def _determinant(P: Tensor, S: Tensor, b: Tensor, desk: _Desk) -> tuple[Tensor, list[Tensor]]:
+def _determinant(P: Tensor, S: Tensor, desk: _Desk) -> tuple[Tensor, list[Tensor]]:
     """log|det(I - A)| for the A of these parts, and what backward needs of its gradient, but for the sign.
 
     With d for the gradient after what follows, these are P dP, t being a product with P; dS; the sums of P dt over keys
     and over queries, which are for the means and for a; and db.
     """
     t, u = desk.t, desk.u
-    heads, features, tokens = t.shape[1:4]
-    own = (b @ t.flatten(2, 3).mT).sum(1).unflatten(-1, (features, tokens)).transpose(1, 2)
-    logabsdet, inverse = _invert(P, S[None, ..., None], own, desk)
-    # The rows of t add up to zero, so a token's own block is minus the sum of those that it has with others, and what
-    # all entries of a row have in common is nothing to the logits.
+    heads, features = t.shape[1:3]
+    logabsdet, inverse = _invert(P, S[None, ..., None], None, desk)
+    # What a token's own block has, all others of its row have not. And what all entries of a row have in common is
+    # nothing to the logits.
     diagonal = inverse.diagonal(dim1=3, dim2=4)
     of_own = diagonal.sum(-1)
     G, room = torch.sub(inverse, diagonal.unsqueeze(-1), out=desk.A), desk.room
@@ -217,7 +215,7 @@ def _determinant(P: Tensor, S: Tensor, b: Tensor, desk: _Desk) -> tuple[Tensor, 
     for h in range(heads):
         torch.sum(torch.mul(G, u[:, h].unsqueeze(1), out=room), 2, out=desk.dt[h])
         du = torch.sum(torch.mul(G, t[:, h].unsqueeze(2), out=room), 1, out=desk.du)
-        dbs.append(du.sum(-1) - du.sum(-2))
+        dbs.append(du.sum(-1).sub_(du.sum(-2)))
     return logabsdet, [*_through_weights(P, desk), dS, _stack(dbs)]
 
 
@@ -253,14 +251,18 @@ def _ball_determinant(P: Tensor, z: Tensor, B: Tensor, R: Tensor, desk: _Desk) -
     return logabsdet, [*_through_weights(P, desk), dz, dB, dR * (2 / s)]
 
 
-def _invert(P: Tensor, S: Tensor, own: Tensor, desk: _Desk) -> tuple[Tensor, Tensor]:
-    """log|det(I - A)| for the A of these parts, and (I - A)^{-T} by pairs, a view of the matrices of the desk."""
+def _invert(P: Tensor, S: Tensor, own: Tensor | None, desk: _Desk) -> tuple[Tensor, Tensor]:
+    """log|det(I - A)| for the A of these parts, and (I - A)^{-T} by pairs, a view of the matrices of the desk.
+
+    None is what a token has of its own with one R for all: minus the sum of its t u^T, since rows of t add up to zero.
+    """
     t, u, A = desk.t, desk.u, desk.A
-    torch.mul(P[:, 0, None, None], S[:, 0].unsqueeze(-2), out=A)
-    for h in range(P.shape[1]):
-        if h > 0:
-            A.addcmul_(P[:, h, None, None], S[:, h].unsqueeze(-2))
+    torch.mul(t[:, 0].unsqueeze(2), u[:, 0].unsqueeze(1), out=A)
+    for h in range(1, P.shape[1]):
         A.addcmul_(t[:, h].unsqueeze(2), u[:, h].unsqueeze(1))
+    own = A.sum(-1).neg_() if own is None else own
+    for h in range(P.shape[1]):
+        A.addcmul_(P[:, h, None, None], S[:, h].unsqueeze(-2))
     A.diagonal(dim1=3, dim2=4).add_(own)
     features, tokens = u.shape[2:4]
     n, size = features * tokens, (features, tokens)
