@@ -158,7 +158,7 @@ def _two_grams(W: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
 
 def _single_head_norms(W: Tensor, B: Tensor, traces: Tensor, grams: Tensor, *, keep: bool) -> tuple[Norms, Pull]:
     grams[:2].div_(traces[:, None, None])
-    torch.add(*grams[:2], out=grams[2]).mul_(0.5)
+    torch.add(grams[0], grams[1], out=grams[2]).mul_(0.5)
     G = grams[:2].clone() if keep else grams
     norms, gradients = use_up(grams, TOLERANCE, keep=keep)
     norms = norms * margin(*B.shape[1:])
