@@ -19,9 +19,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowattn.attention import centred, heads_jacobian
+from flowattn.attention import heads_jacobian
 from flowattn.checks import can_look, in_forward_mode
 from flowattn.determinants import invert, logabsdet_of_blocks
+from flowattn.fused_l2 import centre_of
 from flowattn.scratch import Scratch
 
 Pull = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
@@ -68,8 +69,8 @@ class _AttentionLogAbsDet(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, B: Tensor, R: Tensor, bias: Tensor | None) -> Found:
         ctx.save_for_backward(z, B, R, bias)
-        z, ctx.centre = centred(z, causal=False)
-        z = z.mT.contiguous()
+        ctx.centre = centre_of(z, causal=False)
+        z = z.mT.clone(memory_format=torch.contiguous_format).sub_(ctx.centre.mT)
         mean, logabsdet, ctx.pull = (_constant if R.ndim == 3 else _ball)(z, _weights(z, bias), B, R)
         return _value(mean, ctx.centre, B), logabsdet
 
@@ -158,7 +159,7 @@ def _through_logits(weighted: Tensor, P: Tensor, z: Tensor) -> tuple[Tensor, Ten
 
 def _weights(z: Tensor, bias: Tensor | None) -> Tensor:
     """The attention P of centred tokens."""
-    logits = (z.mT * (2 / math.sqrt(z.shape[-2]))) @ z
+    logits = (z.mT @ z).mul_(2 / math.sqrt(z.shape[-2]))
     half = logits.diagonal(dim1=-2, dim2=-1) * 0.5
     logits.sub_(half.unsqueeze(-1)).sub_(half.unsqueeze(-2))
     if bias is not None:
