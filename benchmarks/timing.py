@@ -34,5 +34,5 @@ def medians(rivals: dict[str, Callable[[], object]], rounds: int = 25, title: st
 
 def _give_memory_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:  # another C library than that of GNU
+    if trim is not None:  # of the GNU C library, others have none
         trim(0)

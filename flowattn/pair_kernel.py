@@ -1,20 +1,21 @@
 r"""L2 attention that looks at each pair of tokens once, on CPU.
 
-.. math:: E_{ij} = e^{-|u_i - u_j|^2 / s}, \qquad m_i = \frac{\sum_j E_{ij} u_j}{\sum_j E_{ij}}
+.. math:: E_{ij} = 2^{-|u_i - u_j|^2 / 2}, \qquad m_i = \frac{\sum_j E_{ij} u_j}{\sum_j E_{ij}}
 
 Without bias and mask the weights are symmetric before they are divided, and largest, namely 1, on the diagonal: half of
 them are enough, and no row needs its maximum. For a pair of tokens forward takes three products of d numbers, where
 dot-product attention takes four, and backward seven, where it takes ten:
 
 .. math:: du_i = \sum_j E_{ij} g'_j + \sum_j T_{ij} (u_j - u_i), \qquad
-    T_{ij} = \tfrac2s E_{ij} \bigl( g'_i \cdot (u_j - m_i) + g'_j \cdot (u_i - m_j) \bigr),
+    T_{ij} = \log 2\; E_{ij} \bigl( g'_i \cdot (u_j - m_i) + g'_j \cdot (u_i - m_j) \bigr),
 
-with u the tokens about their centre, g the gradient of m and :math:`g'_i = g_i / \sum_j E_{ij}`. Tokens come last in
-here, [heads, width, tokens], where the products are fastest.
+with g the gradient of m and :math:`g'_i = g_i / \sum_j E_{ij}`. Tokens come last in here, [heads, width, tokens], where
+the products are fastest.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -77,20 +78,21 @@ class _PairAttention(torch.autograd.Function):
     @staticmethod
     def forward(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape, z, width, rows = z.shape, _by_heads(z), z.shape[-1], _rows_of_sums(z.shape[-1])
-        left, right, room, _, *sums = _desk(z, max(width + 2, rows), width + 2, rows)
-        centre = _place(z, left, right)[1]
-        for heads in _parts(z):
-            counted, found = _blocks(left[heads, :rows]), [t[heads] for t in sums]
-            for i, j, E in _weights(left[heads, : width + 2], right[heads], room):
+        m, mean, total = _side_by_side(z), _rows(z, width), _rows(z, 1)
+        desk = _desk(z, max(width + 2, rows), width + 2, rows)
+        for part, heads in _parts(z):
+            room, left, right, *sums = (t[: heads.stop - heads.start] for t in desk)
+            _, centre, unit = _place(z[part].mT, left, right)
+            counted = _blocks(left[:, :rows])
+            for i, j, E in _weights(left[:, : width + 2], right, room):
                 if i == j:
-                    torch.bmm(counted[i], E, out=found[i])
+                    torch.bmm(counted[i], E, out=sums[i])
                 else:
-                    found[j].baddbmm_(counted[i], E)
-                    found[i].baddbmm_(counted[j], E.mT)
-        m, mean, total = torch.empty_like(z), _rows(z, width), _rows(z, 1)
-        for of_block, near, count in zip(sums, _blocks(mean), _blocks(total), strict=True):
-            torch.div(of_block[:, :width], count.copy_(of_block[:, width : width + 1]), out=near)
-        torch.add(centre, mean.view(z.mT.shape), out=m.mT)
+                    sums[j].baddbmm_(counted[i], E)
+                    sums[i].baddbmm_(counted[j], E.mT)
+            for found, near, count in zip(sums, _blocks(mean[heads]), _blocks(total[heads]), strict=True):
+                torch.div(found[:, :width], count.copy_(found[:, width : width + 1]), out=near)
+            torch.add(centre, mean[heads].view(z[part].mT.shape), alpha=1 / unit, out=m[part].mT)
         return m.reshape(shape), mean, total
 
     @staticmethod
@@ -108,46 +110,46 @@ class _PairAttention(torch.autograd.Function):
             gradient: Tensor = torch.func.vjp(lambda z: fused_l2_attention(z, None, causal=False), z)[1](dm)[0]
             return gradient
         shape, z, width, rows = z.shape, _by_heads(z), z.shape[-1], _rows_of_sums(z.shape[-1])
-        # T / E is a product of rows as the logits are, and theirs are among them: with a_i = g'_i m_i it is that of
-        # [g', 0, -a, u, 1] and [u, half, 1, g', -a].
-        left, right, room, more_room, *sums = _desk(z, width + 2 + max(width + 2, rows), 2 * width + 3, rows)
-        u = _place(z, left[:, width + 2 :], right[:, : width + 2])[0]
-        g = torch.div(_by_heads(dm).mT.reshape(u.shape), total, out=right[:, width + 2 : -1])
-        a = torch.mul(mean, g, out=left[:, :width]).sum(-2)
-        left[:, :width], left[:, width], left[:, width + 1] = g, 0, torch.neg(a, out=right[:, -1])
-        steep = _steepness(width)
-        for heads in _parts(z):
-            pulled, counted = (_blocks(left[heads, start : start + rows]) for start in (0, width + 2))
-            lefts, rights = _blocks(left[heads, : 2 * width + 3]), _blocks(right[heads])
-            found = [t[heads] for t in sums]
-            for i, j, E in _weights(left[heads, width + 2 : 2 * width + 4], right[heads, : width + 2], room):
-                T = torch.bmm(lefts[i].mT, rights[j], out=more_room[: E.numel()].view_as(E)).mul_(E)
+        dz, dm = _side_by_side(z), _by_heads(dm)
+        desk = _desk(z, width + 2 + max(width + 2, rows), 2 * width + 3, rows, num_rooms=2)
+        for part, heads in _parts(z):
+            # T / E is a product of rows as the weights are, and theirs are among them: with a_i = g'_i m_i it is that
+            # of [g', 0, -a, u, 1] and [u, half, 1, g', -a].
+            room, more_room, left, right, *sums = (t[: heads.stop - heads.start] for t in desk)
+            u = _place(z[part].mT, left[:, width + 2 :], right[:, : width + 2])[0]
+            g = torch.div(dm[part].mT.reshape(u.shape), total[heads], out=right[:, width + 2 : -1])
+            a = torch.mul(mean[heads], g, out=left[:, :width]).sum(-2)
+            left[:, :width], left[:, width], left[:, width + 1], right[:, -1] = g, 0, -a, -a
+            gradients, counted = _blocks(left[:, :rows]), _blocks(left[:, width + 2 : width + 2 + rows])
+            lefts, rights = _blocks(left[:, : 2 * width + 3]), _blocks(right)
+            for i, j, E in _weights(left[:, width + 2 : 2 * width + 4], right[:, : width + 2], room):
+                T = torch.bmm(lefts[i].mT, rights[j], out=_shaped(more_room, E.shape)).mul_(E)
                 if i == j:
                     T.diagonal(dim1=-2, dim2=-1).zero_()  # what a token does to itself is nothing, or rounding
-                    torch.bmm(pulled[i], E, out=found[i]).baddbmm_(counted[i], T, alpha=steep)
+                    torch.bmm(gradients[i], E, out=sums[i]).baddbmm_(counted[i], T, alpha=LOG2)
                 else:
-                    found[j].baddbmm_(pulled[i], E).baddbmm_(counted[i], T, alpha=steep)
-                    found[i].baddbmm_(pulled[j], E.mT).baddbmm_(counted[j], T.mT, alpha=steep)
-        dz = torch.empty_like(z)
-        for of_block, own, change in zip(sums, _blocks(u), _blocks(dz.mT), strict=True):
-            of_block, own = of_block.view(*change.shape[:2], *of_block.shape[1:]), own.view(change.shape)
-            torch.addcmul(of_block[..., :width, :], of_block[..., width : width + 1, :], own, value=-1, out=change)
+                    sums[j].baddbmm_(gradients[i], E).baddbmm_(counted[i], T, alpha=LOG2)
+                    sums[i].baddbmm_(gradients[j], E.mT).baddbmm_(counted[j], T.mT, alpha=LOG2)
+            for found, own, change in zip(sums, _blocks(u), _blocks(dz[part].mT), strict=True):
+                found, own = found.view(*change.shape[:2], *found.shape[1:]), own.view(change.shape)
+                torch.addcmul(found[..., :width, :], found[..., width : width + 1, :], own, value=-1, out=change)
         return dz.reshape(shape)
 
 
-def _place(z: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Writes rows whose products are minus half of the squares of distances, [u, 1, half, 1...] and [u, half, 1].
+def _place(z: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Writes rows whose products are the exponents of the weights, [u, 1, half, 0...] and [u, half, 1].
 
-    Returns the tokens u, about their centre, and that centre.
+    Returns the tokens u, about their centre and in the unit in which weights are powers of two, that centre and unit.
     """
-    width = z.shape[-1]
-    centre = z.mT.mean(-1, keepdim=True)
+    width = z.shape[-2]
+    unit = math.sqrt(2 / LOG2) / width**0.25
+    centre = z.mean(-1, keepdim=True)
     u = right[:, :width]
-    torch.sub(z.mT, centre, out=u.view(z.mT.shape))
+    torch.sub(z, centre, out=u.view(z.shape)).mul_(unit)
     half = torch.mul(u, u, out=left[:, :width]).sum(-2).mul_(-0.5)
-    left[:, :width], left[:, width:], left[:, width + 1] = u, 1, half
+    left[:, :width], left[:, width], left[:, width + 1], left[:, width + 2 :] = u, 1, half, 0
     right[:, width], right[:, width + 1] = half, 1
-    return u, centre
+    return u, centre, unit
 
 
 def _weights(left: Tensor, right: Tensor, room: Tensor) -> Iterator[tuple[int, int, Tensor]]:
@@ -155,20 +157,15 @@ def _weights(left: Tensor, right: Tensor, room: Tensor) -> Iterator[tuple[int, i
 
     The next weights are written where the last ones were.
     """
-    lefts, rights, steep = _blocks(left), _blocks(right), _steepness(left.shape[1] - 2) / LOG2
+    lefts, rights = _blocks(left), _blocks(right)
     for i in range(len(lefts)):
         for j in range(i, -1, -1):
             shape = len(left), lefts[i].shape[-1], rights[j].shape[-1]
-            E = room[: math.prod(shape)].view(shape)
-            torch.baddbmm(E, lefts[i].mT, rights[j], beta=0, alpha=steep, out=E).clamp_(LOWEST, 0).exp2_()
+            E = torch.bmm(lefts[i].mT, rights[j], out=_shaped(room, shape))
+            E.clamp_(LOWEST, 0).exp2_()
             if i == j:  # far from the centre rounding might say otherwise, and of any pair that it weighs over 1
                 E.diagonal(dim1=-2, dim2=-1).fill_(1)
             yield i, j, E
-
-
-def _steepness(width: int) -> float:
-    """What half of the square of a distance is multiplied by in a logit."""
-    return 2 / math.sqrt(width)
 
 
 def _rows_of_sums(width: int) -> int:
@@ -179,16 +176,20 @@ def _rows_of_sums(width: int) -> int:
     return width + 1 if width > 10 else 4 * (width // 4 + 1)
 
 
-def _parts(z: Tensor) -> Iterator[slice]:
-    """A few heads at a time."""
-    num_heads, count = z.shape[:2].numel(), max(1, _at_a_time(z))
-    for start in range(0, num_heads, count):
-        yield slice(start, min(start + count, num_heads))
-
-
 def _at_a_time(z: Tensor) -> int:
     """How many heads to take at a time."""
     return min(max(1, AT_A_TIME // max(1, _block_size(z.shape[2])) ** 2), z.shape[:2].numel())
+
+
+def _parts(z: Tensor) -> Iterator[tuple[tuple[slice, slice], slice]]:
+    """A few heads at a time: where they are in z, [batch, heads, tokens, width], and among all heads in a row."""
+    batch, heads = z.shape[:2]
+    count = _at_a_time(z)
+    samples, some = max(1, count // max(1, heads)), max(1, min(count, heads))
+    for sample, head in itertools.product(range(0, batch, samples), range(0, heads, some)):
+        part = slice(sample, min(sample + samples, batch)), slice(head, min(head + some, heads))
+        start, number = sample * heads + head, math.prod(s.stop - s.start for s in part)
+        yield part, slice(start, start + number)
 
 
 def _block_size(num_tokens: int) -> int:
@@ -211,19 +212,28 @@ def _by_heads(z: Tensor) -> Tensor:
     return z.reshape(z.shape[:-3].numel(), z.shape[-3] if z.ndim > 2 else 1, *z.shape[-2:])
 
 
+def _side_by_side(z: Tensor) -> Tensor:
+    """Room for as many tokens, the heads of each side by side: so they are wanted next."""
+    batch, heads, tokens, width = z.shape
+    return z.new_empty(batch, tokens, heads, width).transpose(1, 2)
+
+
 def _rows(z: Tensor, count: int) -> Tensor:
     """Room for so many numbers of each token, [heads, count, tokens]."""
     return z.new_empty(z.shape[:2].numel(), count, z.shape[2])
 
 
-def _desk(z: Tensor, on_the_left: int, on_the_right: int, summed: int) -> tuple[Tensor, ...]:
-    """Room for so many rows on both sides, for the weights between two blocks of tokens, twice, and for their sums.
+def _desk(z: Tensor, on_the_left: int, on_the_right: int, summed: int, num_rooms: int = 1) -> tuple[Tensor, ...]:
+    """Rooms for the weights between two blocks of tokens, so many rows of both sides, and sums of each block.
 
-    The sums are those of each block, [heads, summed, block], since torch adds to blocks of a larger matrix slowly.
+    All for as many heads as are taken at a time. Sums are not those of all tokens at once, because torch adds to blocks
+    of larger matrices slowly.
     """
-    num_heads, num_tokens = z.shape[:2].numel(), z.shape[2]
-    weights = (_at_a_time(z) * _block_size(num_tokens) ** 2,)
-    size = max(1, _block_size(num_tokens))
-    blocks = (min(size, num_tokens - start) for start in range(0, num_tokens, size))
-    rows = ((num_heads, count, num_tokens) for count in (on_the_left, on_the_right))
-    return _scratch(z, *rows, weights, weights, *((num_heads, summed, block) for block in blocks))
+    heads, tokens, size = _at_a_time(z), z.shape[2], _block_size(z.shape[2])
+    blocks = [min(size, tokens - start) for start in range(0, max(1, tokens), max(1, size))]
+    rows = [(heads, count, tokens) for count in (on_the_left, on_the_right)]
+    return _scratch(z, *[(heads, size**2)] * num_rooms, *rows, *((heads, summed, block) for block in blocks))
+
+
+def _shaped(room: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return room.view(-1)[: math.prod(shape)].view(shape)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from flowattn.checks import can_look
 
-#: How many numbers to keep. Larger calls compute for so long that fresh memory does not matter.
+#: How many numbers to keep at most, of each type, for each user and thread. Larger calls compute for so long that fresh
+#: memory does not matter.
 KEPT = 2**22
 
 #: Tensors start at multiples of so many numbers, where vector instructions like them.
@@ -39,7 +40,7 @@ class Scratch(threading.local):
 
     def __call__(self, like: Tensor, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Tensors of these shapes, of the type and on the device of the one that is given."""
-        if like.device.type != "cpu" or not can_look(like):
+        if like.device.type != "cpu" or not can_look(like) or _is_traced():
             return tuple(like.new_empty(shape) for shape in shapes)
         wanted = (like.dtype, shapes)
         if self.last is not None and self.last[0] == wanted:
@@ -58,7 +59,12 @@ class Scratch(threading.local):
             return self.kept[dtype]
         self.kept.pop(dtype, None)  # before there is more
         with torch.inference_mode(False):  # or it could not be written to outside
-            memory = torch.empty(size, dtype=dtype)
+            memory = torch.empty(size, dtype=dtype, device="cpu")
         if size <= KEPT:
             self.kept[dtype] = memory
         return memory
+
+
+def _is_traced() -> bool:
+    """Whether operations are recorded together with their memory."""
+    return torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0  # type: ignore[attr-defined]

@@ -37,8 +37,8 @@ def test_a_norm_that_has_no_such_name_is_refused(norm):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("size", [gram.HALVED_FROM - 1, gram.HALVED_FROM, gram.HALVED_FROM + 1])
-def test_half_of_a_symmetric_product_is_enough(size, batch):
+@pytest.mark.parametrize("size", [gram.PANELS_FROM - 1, gram.PANELS_FROM, gram.PANELS_FROM + 1])
+def test_a_symmetric_product_is_computed_up_to_its_diagonal(size, batch):
     X = torch.randn(batch, size, 50, dtype=torch.float64)
     Q = X @ X.mT
     room = torch.full_like(Q, math.nan)
@@ -47,15 +47,15 @@ def test_half_of_a_symmetric_product_is_enough(size, batch):
         found = gram.symmetric_product(Q, Q, room)
     assert found is room
     torch.testing.assert_close(found, Q @ Q, rtol=1e-13, atol=1e-10)
-    if size >= gram.HALVED_FROM:
+    if size >= gram.PANELS_FROM:
         assert torch.equal(found[:, :9, -9:], found[:, -9:, :9].mT)
 
 
-@pytest.fixture(params=["plain", "shifted", "shifted by halves"])
+@pytest.fixture(params=["plain", "shifted", "shifted, in panels"])
 def kind(request, monkeypatch):
     """Each iteration, whatever the size of the matrix."""
     monkeypatch.setattr(gram, "SHIFTED_FROM", math.inf if request.param == "plain" else 1)
-    monkeypatch.setattr(gram, "HALVED_FROM", 1 if request.param == "shifted by halves" else math.inf)
+    monkeypatch.setattr(gram, "PANELS_FROM", 1 if request.param == "shifted, in panels" else math.inf)
 
 
 either_iteration = pytest.mark.usefixtures("kind")

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from flowattn import scratch
 from flowattn.contractions import L2SelfAttention
@@ -65,6 +66,21 @@ def test_memory_from_inference_mode_can_be_written_to_outside():
     with torch.inference_mode():
         give(LIKE, (10,))
     assert give(LIKE, (10,))[0].zero_().sum() == 0
+
+
+def test_the_default_device_has_no_say():
+    give = Scratch()
+    with torch.device("meta"):
+        give(LIKE, (10,))
+    assert give(LIKE, (10,))[0].device.type == "cpu"
+
+
+def test_traces_keep_none_of_it():
+    function = make_fx(lambda z: pair_attention(z) + 0)
+    z, other = torch.randn(2, 40, 3), torch.randn(2, 40, 3)
+    graph = function(z)
+    assert not [name for name in vars(graph) if "constant" in name]
+    torch.testing.assert_close(graph(other), pair_attention(other))
 
 
 def test_tensors_without_memory_of_their_own_get_none_of_it():

@@ -170,7 +170,7 @@ def _weights(z: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Desk(NamedTuple):
-    """Room for what there is of each pair of tokens, in the memory of the next call, too."""
+    """Room for what there is of each pair of tokens. The next call has it in the same memory."""
 
     dP: Tensor  # [B, H, N, N]
     t: Tensor  # [B, H, D, N, N], as u
@@ -178,7 +178,7 @@ class _Desk(NamedTuple):
     dt: Tensor  # heads first
     du: Tensor  # of one head
     A: Tensor  # [B, D, D, N, N]
-    matrices: Tensor  # the same as matrices
+    matrices: Tensor  # [B, D N, D N], with rows and columns of zeros up to a multiple of eight
 
     @property
     def room(self) -> Tensor:
@@ -189,7 +189,7 @@ class _Desk(NamedTuple):
     def of(cls, P: Tensor, features: int) -> _Desk:
         batch, heads, tokens, _ = P.shape
         pairs = features, tokens, tokens
-        # Matrices of a width that is a multiple of eight are multiplied in two thirds of the time.
+        # Such matrices are multiplied in two thirds of the time.
         wide = 8 * math.ceil(features * tokens / 8)
         factors, gradients = [(batch, heads, *pairs)] * 2, [(heads, batch, *pairs), (batch, *pairs)]
         return cls(*_scratch(P, P.shape, *factors, *gradients, (batch, features, *pairs), (batch, wide, wide)))
@@ -198,14 +198,14 @@ class _Desk(NamedTuple):
 def _determinant(P: Tensor, S: Tensor, desk: _Desk) -> tuple[Tensor, list[Tensor]]:
     """log|det(I - A)| for the A of these parts, and what backward needs of its gradient, but for the sign.
 
-    With d for the gradient after what follows, these are P dP, t being a product with P; dS; the sums of P dt over keys
-    and over queries, which are for the means and for a; and db.
+    With d for the gradient after what follows, these are P dP, t being a product with P, but for a multiple of each row
+    of P, which is nothing to the logits; dS; the sums of P dt over keys and over queries, which are for the means and
+    for a; and db.
     """
     t, u = desk.t, desk.u
     heads, features = t.shape[1:3]
     logabsdet, inverse = _invert(P, S[None, ..., None], None, desk)
-    # What a token's own block has, all others of its row have not. And what all entries of a row have in common is
-    # nothing to the logits.
+    # A token's own block being minus the sum of its t u^T, these have the difference of their gradient and its own.
     diagonal = inverse.diagonal(dim1=3, dim2=4)
     of_own = diagonal.sum(-1)
     G, room = torch.sub(inverse, diagonal.unsqueeze(-1), out=desk.A), desk.room

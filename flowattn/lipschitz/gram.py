@@ -31,8 +31,8 @@ from flowattn.checks import nothing_is_recorded
 #: From this many rows on the products of shifted squarings take longer than the steps between them.
 SHIFTED_FROM = 192
 
-#: From this many rows on only half of a symmetric product is computed, in panels of a quarter of its columns.
-HALVED_FROM = 384
+#: From this many rows on a symmetric product is computed up to its diagonal, in panels of a quarter of its columns.
+PANELS_FROM = 384
 
 #: Traces of Gram matrices below this are those of zeros.
 SMALLEST_TRACE = 1e-12
@@ -98,7 +98,7 @@ def wide(W: Tensor) -> Tensor:
 
 
 def symmetric_product(X: Tensor, Y: Tensor, out: Tensor | None = None) -> Tensor:
-    """X Y, where that is symmetric.
+    """X Y, where that is symmetric. Of large ones on CPU what is above the diagonal is a copy, unless this is recorded.
 
     Example:
         >>> symmetric_product(torch.ones(1, 2, 3), torch.ones(1, 3, 2))
@@ -106,7 +106,7 @@ def symmetric_product(X: Tensor, Y: Tensor, out: Tensor | None = None) -> Tensor
                  [3., 3.]]])
     """
     size = X.shape[-2]
-    if size < HALVED_FROM or not nothing_is_recorded() or X.device.type != "cpu":
+    if size < PANELS_FROM or not nothing_is_recorded() or X.device.type != "cpu":
         return torch.bmm(X, Y, out=out)  # quicker to call than @
     out = X.new_empty(len(X), size, size) if out is None else out
     width = math.ceil(size / 4)
