@@ -27,6 +27,11 @@ def can_look(*tensors: Tensor) -> bool:
     )
 
 
+def is_traced() -> bool:
+    """Whether operations are recorded together with the memory that they find, by torch.jit or make_fx."""
+    return torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0  # type: ignore[attr-defined]
+
+
 def in_forward_mode() -> bool:
     """Whether tensors may carry tangents of torch.autograd.forward_ad."""
     return torch.autograd.forward_ad._current_level >= 0

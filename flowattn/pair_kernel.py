@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flowattn.checks import can_look, in_forward_mode
 from flowattn.fused_l2 import fused_l2_attention
-from flowattn.scratch import Scratch
+from flowattn.scratch import Scratch, shaped
 
 #: How many weights to compute at a time, so that they stay in the cache.
 AT_A_TIME = 2**19
@@ -123,7 +123,7 @@ class _PairAttention(torch.autograd.Function):
             gradients, counted = _blocks(left[:, :rows]), _blocks(left[:, width + 2 : width + 2 + rows])
             lefts, rights = _blocks(left[:, : 2 * width + 3]), _blocks(right)
             for i, j, E in _weights(left[:, width + 2 : 2 * width + 4], right[:, : width + 2], room):
-                T = torch.bmm(lefts[i].mT, rights[j], out=_shaped(more_room, E.shape)).mul_(E)
+                T = torch.bmm(lefts[i].mT, rights[j], out=shaped(more_room, E.shape)).mul_(E)
                 if i == j:
                     T.diagonal(dim1=-2, dim2=-1).zero_()  # what a token does to itself is nothing, or rounding
                     torch.bmm(gradients[i], E, out=sums[i]).baddbmm_(counted[i], T, alpha=LOG2)
@@ -161,7 +161,7 @@ def _weights(left: Tensor, right: Tensor, room: Tensor) -> Iterator[tuple[int, i
     for i in range(len(lefts)):
         for j in range(i, -1, -1):
             shape = len(left), lefts[i].shape[-1], rights[j].shape[-1]
-            E = torch.bmm(lefts[i].mT, rights[j], out=_shaped(room, shape))
+            E = torch.bmm(lefts[i].mT, rights[j], out=shaped(room, shape))
             E.clamp_(LOWEST, 0).exp2_()
             if i == j:  # far from the centre rounding might say otherwise, and of any pair that it weighs over 1
                 E.diagonal(dim1=-2, dim2=-1).fill_(1)
@@ -229,11 +229,7 @@ def _desk(z: Tensor, on_the_left: int, on_the_right: int, summed: int, num_rooms
     All for as many heads as are taken at a time. Sums are not those of all tokens at once, because torch adds to blocks
     of larger matrices slowly.
     """
-    heads, tokens, size = _at_a_time(z), z.shape[2], _block_size(z.shape[2])
-    blocks = [min(size, tokens - start) for start in range(0, max(1, tokens), max(1, size))]
+    heads, tokens = _at_a_time(z), z.shape[2]
+    rooms = [(heads, _block_size(tokens) ** 2)] * num_rooms
     rows = [(heads, count, tokens) for count in (on_the_left, on_the_right)]
-    return _scratch(z, *[(heads, size**2)] * num_rooms, *rows, *((heads, summed, block) for block in blocks))
-
-
-def _shaped(room: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return room.view(-1)[: math.prod(shape)].view(shape)
+    return _scratch(z, *rooms, *rows, *((heads, summed, block.shape[-1]) for block in _blocks(z.mT)))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowattn.checks import can_look
+from flowattn.checks import can_look, is_traced
 
 #: How many numbers to keep at most, of each type, for each user and thread. Larger calls compute for so long that fresh
 #: memory does not matter.
@@ -40,7 +40,7 @@ class Scratch(threading.local):
 
     def __call__(self, like: Tensor, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Tensors of these shapes, of the type and on the device of the one that is given."""
-        if like.device.type != "cpu" or not can_look(like) or _is_traced():
+        if like.device.type != "cpu" or not can_look(like) or is_traced():
             return tuple(like.new_empty(shape) for shape in shapes)
         wanted = (like.dtype, shapes)
         if self.last is not None and self.last[0] == wanted:
@@ -65,6 +65,11 @@ class Scratch(threading.local):
         return memory
 
 
-def _is_traced() -> bool:
-    """Whether operations are recorded together with their memory."""
-    return torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0  # type: ignore[attr-defined]
+def shaped(room: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The first numbers of a room in a shape.
+
+    Example:
+        >>> shaped(torch.zeros(3, 4), (2, 5)).shape
+        torch.Size([2, 5])
+    """
+    return room.view(-1)[: math.prod(shape)].view(shape)

@@ -23,7 +23,7 @@ from flowattn.attention import heads_jacobian
 from flowattn.checks import can_look, in_forward_mode
 from flowattn.determinants import invert, logabsdet_of_blocks
 from flowattn.fused_l2 import centre_of
-from flowattn.scratch import Scratch
+from flowattn.scratch import Scratch, shaped
 
 Pull = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
@@ -183,7 +183,7 @@ class _Desk(NamedTuple):
     @property
     def room(self) -> Tensor:
         """The memory of the matrices for another A."""
-        return self.matrices.flatten()[: self.A.numel()].view_as(self.A)
+        return shaped(self.matrices, self.A.shape)
 
     @classmethod
     def of(cls, P: Tensor, features: int) -> _Desk:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowattn.checks import can_look, nothing_is_recorded
+from flowattn.checks import can_look, is_traced, nothing_is_recorded
 
 
 class Remembered:
@@ -36,8 +36,7 @@ class Remembered:
 
     def __call__(self, *matrices: Tensor) -> Any:
         """What the function gives for the matrices."""
-        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
-        if not (nothing_is_recorded() and can_look(*matrices)) or is_traced or matrices[0].device.type != "cpu":
+        if not (nothing_is_recorded() and can_look(*matrices)) or is_traced() or matrices[0].device.type != "cpu":
             return self.function(*matrices)
         for known, found in self.known:
             if all(map(_is_same, known, matrices)):
