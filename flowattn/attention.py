@@ -23,9 +23,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowattn.checks import nothing_is_recorded
-from flowattn.fused_l2 import centre_of, fused_l2_attention
-from flowattn.kernel import HIDDEN, attention_with_diagonal, dot_product_attention, softmax_weights
-from flowattn.moments import mean_and_covariance, with_squares
+from flowattn.diagonal_kernel import mean_and_blocks
+from flowattn.fused_l2 import centre_of, fused_l2_attention, queries_and_keys
+from flowattn.kernel import HIDDEN, dot_product_attention, softmax_weights
 from flowattn.pair_blocks import pair_blocks
 from flowattn.pair_kernel import is_worth_it, pair_attention
 
@@ -148,7 +148,7 @@ def l2_attention_last(
         >>> l2_attention_last(torch.tensor([[0.0], [2.0], [2.0]]), 2)[-1] > 1.9
         tensor([True])
     """
-    queries, keys = _queries_and_keys(centred(z, causal=True)[0])
+    queries, keys = queries_and_keys(centred(z, causal=True)[0])
     bias = bias if bias is None or bias.shape[-2] == 1 else bias[..., -count:, :]
     return softmax_weights(queries[..., -count:, :], keys, bias, causal=True) @ z
 
@@ -210,14 +210,10 @@ def diagonal_blocks(
     .. math:: \partial m_i / \partial z_i = P_{ii} I + \tfrac2s \operatorname{Cov}_i, \qquad
         \operatorname{Cov}_i = \sum_k P_{ik} (z_k - m_i)(z_k - m_i)^T
 
-    The second moments are one more average, of values d^2 wide.
-
     Cost: O(N^2 d^2) time, O(N^2 + N d^2) memory.
     """
     z, centre = centred(z, causal)
-    width, s = z.shape[-1], math.sqrt(z.shape[-1])
-    averages, own = attention_with_diagonal(*_queries_and_keys(z), with_squares(z), bias, causal=causal)
-    m, blocks = mean_and_covariance(averages, width, scale=2 / s, diagonal=own)
+    m, blocks = mean_and_blocks(z, bias, causal=causal)
     return m + centre, blocks
 
 
@@ -296,14 +292,5 @@ def centred(
     return z - centre, centre
 
 
-def _queries_and_keys(z: Tensor) -> tuple[Tensor, Tensor]:
-    # |z_i|^2 is the same for every key, so the softmax does not need it.
-    s = math.sqrt(z.shape[-1])
-    return F.pad(z * (2 / s), (0, 1), value=-1 / s), torch.cat([z, z.square().sum(-1, keepdim=True)], -1)
-
-
 def _weights(z: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-    queries, keys = _queries_and_keys(z)
-    # The gradient needs it: what rounding leaves of the sum of a row would else move its token.
-    own = keys[..., -1:] / -math.sqrt(z.shape[-1])
-    return softmax_weights(torch.cat([queries, own], -1), F.pad(keys, (0, 1), value=1.0), bias, causal)
+    return softmax_weights(*queries_and_keys(z), bias, causal)

@@ -91,14 +91,12 @@ def invert(N: Float[Tensor, "batch n n"]) -> tuple[Float[Tensor, "batch n n"], F
         >>> invert(torch.tensor([[[0.5]]]))
         (tensor([[[2.]]]), tensor([-0.6931]))
     """
-    logabsdet = N.new_empty(len(N))
     at_a_time = max(1, small_enough_for_the_cache(N) // max(1, N.shape[-1] ** 2))
-    for part, values in zip(N.split(at_a_time), logabsdet.split(at_a_time), strict=True):
-        found = invert_by_series(part, _scratch(part, *[part.shape] * 3)) if part.numel() >= MANY else None
-        inverses, some = found or invert_by_elimination(part)
-        part.copy_(inverses)
-        values.copy_(some)
-    return N, logabsdet
+    if len(N) > at_a_time:
+        return N, torch.cat([invert(part)[1] for part in N.split(at_a_time)])
+    found = invert_by_series(N, _scratch(N, *[N.shape] * 3)) if N.numel() >= MANY else None
+    inverses, logabsdet = found or invert_by_elimination(N)
+    return N.copy_(inverses), logabsdet
 
 
 def invert_by_series(
@@ -110,29 +108,41 @@ def invert_by_series(
     """
     square, spare, other = work
     torch.bmm(N.mT, N.mT, out=square)
-    size = torch.linalg.vector_norm(square, dim=(-2, -1)).amax().item()
-    eps = torch.finfo(N.dtype).eps
+    size, eps = _largest_norm(square), torch.finfo(N.dtype).eps
     if not size < (4 * eps) ** (1 / MAX_TERMS):  # or NaN
         return None
-    num_terms = 2
-    while size**num_terms > 8 * num_terms * eps:  # then the next trace is below 4 eps once it is divided
-        num_terms += 1
-
-    powers, value = square, trace(N)  # the sum of the even powers of N from the second on, transposed
-    for j in range(1, num_terms):
+    num_terms = _num_terms(2, size**2, size, eps)
+    powers, value, j = square, trace(N), 1  # the sum of the even powers of N from the second on, transposed
+    while j < num_terms:
         if j > 1:
             powers, spare, other = torch.baddbmm(square, square, powers, out=spare), other, spare
+        if j == 2 and num_terms > 4:  # a fourth power is often much smaller than the square of a square
+            fourth = _largest_norm(torch.sub(powers, square, out=spare))
+            num_terms = min(num_terms, _num_terms(4, fourth**2, size, eps))
         # Each power is divided by its exponent: what this sum has of those before is weighted by the difference.
         after = (0.0, 0.0) if j == num_terms - 1 else (1 / (2 * j + 2), 1 / (2 * j + 3))
         value.add_(trace(powers), alpha=1 / (2 * j) - after[0])
         value.add_(torch.mul(N, powers, out=spare).sum((-2, -1)), alpha=1 / (2 * j + 1) - after[1])
+        j += 1
     powers.diagonal(dim1=-2, dim2=-1).add_(1)
     # A gradient needs fewer digits than a value that is summed over all tokens. The first test follows from the second,
     # and is quicker.
-    if size**1.5 <= 128 * eps and size * torch.linalg.vector_norm(N, dim=(-2, -1)).amax().item() <= 128 * eps:
+    if size**1.5 <= 128 * eps and size * _largest_norm(N) <= 128 * eps:
         return torch.add(powers, N.mT, out=spare), -value
     N.diagonal(dim1=-2, dim2=-1).add_(1)
     return torch.bmm(powers, N.mT, out=spare), -value
+
+
+def _num_terms(least: int, next_one: float, size: float, eps: float) -> int:
+    """From how many terms on the next trace is below 4 eps once it is divided, bounded so after the least of them."""
+    num_terms = least
+    while next_one > 8 * num_terms * eps:
+        num_terms, next_one = num_terms + 1, next_one * size
+    return num_terms
+
+
+def _largest_norm(matrices: Tensor) -> float:
+    return torch.linalg.vector_norm(matrices, dim=(-2, -1)).amax().item()
 
 
 def invert_by_elimination(

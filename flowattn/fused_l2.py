@@ -41,6 +41,18 @@ def centre_of(z: Tensor, causal: bool) -> Tensor:
     return (z[..., :1, :] if causal else z.mean(-2, keepdim=True)).detach()
 
 
+def queries_and_keys(
+    z: Float[Tensor, "*batch tokens width"],
+) -> tuple[Float[Tensor, "*batch tokens wider"], Float[Tensor, "*batch tokens wider"]]:
+    """Whose inner products are the logits of tokens near the origin."""
+    s = math.sqrt(z.shape[-1])
+    squares = z.square().sum(-1, keepdim=True) / -s
+    # |z_i|^2 is the same for every key, so the softmax does not need it. The gradient does: what rounding leaves of
+    # the sum of a row would else move its token.
+    one = torch.ones_like(squares)
+    return torch.cat([z * (2 / s), one, squares], -1), torch.cat([z, squares, one], -1)
+
+
 def _recorded(z: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
     """The attention step by step, for derivatives of every order."""
     queries, keys, bias, centre = _padded(z, bias, causal)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -42,26 +41,6 @@ def dot_product_attention(
         return fused(q, k, v, bias, causal, scale)
     m: Tensor = _Attention.apply(q, k, v, bias, causal, scale, [] if torch.is_grad_enabled() else None)
     return m
-
-
-def attention_with_diagonal(
-    q: Float[Tensor, "*batch tokens width"],
-    k: Float[Tensor, "*batch tokens width"],
-    v: Float[Tensor, "*batch tokens value_width"],
-    bias: Float[Tensor, "*_ #tokens tokens"] | None = None,
-    *,
-    causal: bool = False,
-) -> tuple[Float[Tensor, "*batch tokens value_width"], Float[Tensor, "*batch tokens"]]:
-    r"""The averages of `dot_product_attention` over values of any width, and the weights P_ii.
-
-    Cost: O(N^2) memory, and a backward pass that touches it as little as can be.
-    """
-    if bias is not None:
-        bias = bias.reshape((1,) * (q.ndim - bias.ndim) + bias.shape)
-    if torch.compiler.is_compiling() or nothing_is_recorded():
-        return _average(q, k, v, bias, causal)[:2]
-    m, diagonal, *_ = _AttentionWithDiagonal.apply(q, k, v, bias, causal)
-    return m, diagonal
 
 
 def causal_bias(
@@ -123,28 +102,6 @@ def softmax_weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> 
         bias = hidden if bias is None else bias + hidden
     logits = q @ k.mT
     return (logits if bias is None else logits + bias).softmax(-1)
-
-
-def _average(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The averages, the weights P_ii, and the weights by parts."""
-    weights, averages, diagonals = [], [], []
-    for rows in _parts(q.shape[-2], causal):
-        P = softmax_weights(q[..., rows, :], k[..., : rows.stop, :], _part(bias, rows), causal)
-        weights.append(P)
-        averages.append(P @ v[..., : rows.stop, :])
-        diagonals.append(P.diagonal(rows.start, dim1=-2, dim2=-1))
-    return torch.cat(averages, -2), torch.cat(diagonals, -1), weights
-
-
-def _parts(tokens: int, causal: bool) -> list[slice]:
-    """Under a causal mask a few rows at a time, so that little is computed of what nobody sees."""
-    if not causal:
-        return [slice(0, tokens)]
-    return [slice(start, min(start + 64, tokens)) for start in range(0, tokens, 64)]
-
-
-def _part(bias: Tensor | None, rows: slice) -> Tensor | None:
-    return None if bias is None else bias[..., rows if bias.shape[-2] > 1 else slice(None), : rows.stop]
 
 
 def _changes(
@@ -226,60 +183,3 @@ class _Attention(torch.autograd.Function):
         q, k, v, bias = (front(t, dim) for t, dim in zip(args[:4], in_dims[:4], strict=True))
         q, k, v = (t.expand(info.batch_size, *t.shape[1:]) for t in (q, k, v) if t is not None)
         return _Attention.apply(q, k, v, bias, *args[4:]), 0
-
-
-class _AttentionWithDiagonal(torch.autograd.Function):
-    """`_average` with a backward pass of three products and one sweep over the weights."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, ...]:
-        m, diagonal, weights = _average(q, k, v, bias, causal)
-        return m, diagonal, *weights
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.causal = inputs
-        ctx.save_for_backward(*tensors, *output)
-        ctx.save_for_forward(*tensors)
-        ctx.mark_non_differentiable(*output[2:])
-        ctx.set_materialize_grads(False)  # as large as the weights
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor | None, g_diagonal: Tensor | None, *_: None) -> Any:
-        q, k, v, bias, m, diagonal, *weights = ctx.saved_tensors
-        g = torch.zeros_like(m) if g is None else g
-        g_diagonal = torch.zeros_like(diagonal) if g_diagonal is None else g_diagonal
-        if torch.is_grad_enabled():
-            given = (q, k, v) if bias is None else (q, k, v, bias)
-            pull = torch.func.vjp(functools.partial(_average_of, ctx.causal), *given)[1]
-            return *pull((g, g_diagonal)), *[None] * (5 - len(given))
-        mean = ((g * m).sum(-1) + g_diagonal * diagonal).unsqueeze(-1)
-        # Products of few columns are several times faster as products of few rows, so queries and keys lie transposed.
-        dq, dk, dv = [], torch.zeros_like(k.mT), torch.zeros_like(v)
-        dbias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[3] else None
-        for P, rows in zip(weights, _parts(q.shape[-2], ctx.causal), strict=True):
-            seen = slice(rows.stop)
-            dlogits = g[..., rows, :] @ v[..., seen, :].mT
-            dlogits.diagonal(rows.start, dim1=-2, dim2=-1).add_(g_diagonal[..., rows])
-            dlogits.sub_(mean[..., rows, :]).mul_(P)
-            # Rows add up to zero. Where a token sees little but itself, its own entry would be nothing but rounding.
-            dlogits.diagonal(rows.start, dim1=-2, dim2=-1).sub_(dlogits.sum(-1))
-            dq.append(k[..., seen, :].mT @ dlogits.mT)
-            dk[..., seen] += q[..., rows, :].mT @ dlogits
-            dv[..., seen, :] += P.mT @ g[..., rows, :]
-            if dbias is not None and bias is not None:
-                part = _part(dbias, rows)
-                part += dlogits.sum_to_size(part.shape)  # type: ignore[union-attr]
-        return torch.cat(dq, -1).mT, dk.mT, dv, dbias, None
-
-    @staticmethod
-    def jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, *_: None) -> Any:
-        q, k, v, bias = ctx.saved_tensors
-        dm, dP = _changes(q, k, v, bias, ctx.causal, dq, dk, dv, dbias)
-        return dm, dP.diagonal(dim1=-2, dim2=-1), *[None] * len(_parts(q.shape[-2], ctx.causal))
-
-
-def _average_of(causal: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    return _average(q, k, v, bias, causal)[:2]

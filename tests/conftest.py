@@ -6,8 +6,8 @@ import jaxtyping
 import pytest
 import torch
 
-MATHS = [f"flowattn.{name}" for name in ("kernel", "fused_l2", "pair_kernel", "attention", "lipschitz")]
-jaxtyping.install_import_hook(MATHS, "beartype.beartype")
+MATHS = ("kernel", "fused_l2", "diagonal_kernel", "pair_kernel", "attention", "lipschitz")
+jaxtyping.install_import_hook([f"flowattn.{name}" for name in MATHS], "beartype.beartype")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

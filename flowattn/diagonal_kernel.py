@@ -1,0 +1,280 @@
+r"""The mean of what each token sees, and how it moves with the token itself, in one recorded step.
+
+.. math:: m_i = \sum_j P_{ij} z_j, \qquad \partial m_i / \partial z_i = P_{ii} I + \tfrac2s \operatorname{Cov}_i, \qquad
+    \operatorname{Cov}_i = \sum_j P_{ij} z_j z_j^T - m_i m_i^T
+
+The products :math:`z_a z_b` with :math:`a \le b` ride below z as values, each once, so that one average gives both
+moments. Only the weights P are kept for backward; all else is computed once more, in memory kept from call to call.
+Tokens come last in here, [heads, width, tokens], but for C and its gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowattn.checks import can_look, in_forward_mode, is_traced
+from flowattn.determinants import small_enough_for_the_cache
+from flowattn.fused_l2 import queries_and_keys
+from flowattn.kernel import HIDDEN, softmax_weights
+from flowattn.scratch import Scratch, shaped
+
+#: Under a causal mask so many rows are computed at a time, so that little is computed of what nobody sees.
+ROWS = 64
+
+_scratch = Scratch()
+
+MeanAndBlocks = tuple[Float[Tensor, "*batch tokens width"], Float[Tensor, "*batch tokens width width"]]
+
+
+def mean_and_blocks(
+    z: Float[Tensor, "*batch tokens width"],
+    bias: Float[Tensor, "*_ #tokens tokens"] | None = None,
+    *,
+    causal: bool = False,
+) -> MeanAndBlocks:
+    r"""The means and :math:`\partial m_i / \partial z_i`, for tokens near the origin.
+
+    Cost: O(N^2 d^2) time, O(N^2 + N d^2) memory.
+
+    Example:
+        >>> m, C = mean_and_blocks(torch.tensor([[-1.0], [1.0]]), torch.tensor([[-4.0, 0.0], [0.0, -4.0]]))
+        >>> m, C  # each sees both alike
+        (tensor([[0.],
+                [0.]]), tensor([[[2.5000]],
+        <BLANKLINE>
+                [[2.5000]]]))
+    """
+    if bias is not None:
+        bias = bias.reshape((1,) * (z.ndim - bias.ndim) + bias.shape)
+    given = (z,) if bias is None else (z, bias)
+    if z.ndim != 4 or z.dtype not in (torch.float32, torch.float64) or not can_look(*given) or in_forward_mode():
+        return _step_by_step(z, bias, causal)
+    keep = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    found: MeanAndBlocks = _MeanAndBlocks.apply(z, bias, causal, keep)
+    return found
+
+
+def _step_by_step(z: Tensor, bias: Tensor | None, causal: bool) -> MeanAndBlocks:
+    """For derivatives of every order."""
+    tokens, width = z.shape[-2:]
+    queries, keys = queries_and_keys(z)
+    values = torch.cat([z, (z.unsqueeze(-1) * z.unsqueeze(-2)).flatten(-2)], -1)
+    averages, own = [], []
+    for rows in _parts(tokens, causal):
+        seen, part = slice(rows.stop), bias if bias is None else _part(bias, rows)
+        P = softmax_weights(queries[..., rows, :], keys[..., seen, :], part, causal)
+        averages.append(P @ values[..., seen, :])
+        own.append(P.diagonal(rows.start, dim1=-2, dim2=-1))
+    m, second = torch.cat(averages, -2).tensor_split([width], -1)
+    covariance = second.unflatten(-1, (width, width)) - m.unsqueeze(-1) * m.unsqueeze(-2)
+    straight = torch.cat(own, -1).unsqueeze(-1).expand_as(m)
+    return m, covariance * (2 / math.sqrt(width)) + torch.diag_embed(straight)
+
+
+def _parts(tokens: int, causal: bool) -> list[slice]:
+    """The rows to compute at a time."""
+    size = ROWS if causal else tokens
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, max(1, size))]
+
+
+def _part(bias: Tensor, rows: slice) -> Tensor:
+    """The bias of these rows, and of all tokens that they may see."""
+    return bias[..., rows if bias.shape[-2] > 1 else slice(None), : rows.stop]
+
+
+class _MeanAndBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, bias: Tensor | None, causal: bool, keep: bool) -> MeanAndBlocks:
+        rows = _parts(z.shape[2], causal)
+        m, C = torch.empty_like(z.mT, memory_format=torch.contiguous_format), z.new_empty(*z.shape, z.shape[-1])
+        weights = [z.new_empty(*z.shape[:2], r.stop - r.start, r.stop) for r in rows] if keep else []
+        for some in _samples(z, rows):
+            desk = _Desk.of(z[some], rows)
+            part = bias if bias is None or len(bias) == 1 else bias[some]
+            for k, r in enumerate(rows):
+                kept = weights[k][some].flatten(0, 1) if keep else None
+                _average(desk, r, part, causal, kept, m[some], C[some])
+        if keep:
+            ctx.save_for_backward(z, bias, m, *weights)
+            ctx.causal = causal
+        return m.mT, C
+
+    @staticmethod
+    def backward(ctx: Any, g_m: Tensor, g_C: Tensor) -> Any:
+        z, bias, m, *weights = ctx.saved_tensors
+        if torch.is_grad_enabled() or not can_look(g_m, g_C):
+            given = (z,) if bias is None else (z, bias)
+            pull = torch.func.vjp(lambda z, bias=None: _step_by_step(z, bias, ctx.causal), *given)[1]
+            return *pull((g_m, g_C)), *[None] * (4 - len(given))
+        rows = _parts(z.shape[2], ctx.causal)
+        dz = torch.empty_like(m)
+        dbias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[1] else None
+        for some in _samples(z, rows):
+            desk = _Desk.of(z[some], rows)
+            desk.dkeys.zero_()
+            desk.dv.zero_()
+            for r, P in zip(rows, weights, strict=True):
+                dlogits = _pull(desk, r, P[some].flatten(0, 1), m[some], g_m.mT[some], g_C[some])
+                if dbias is not None:
+                    part = _part(dbias if len(dbias) == 1 else dbias[some], r)
+                    part += dlogits.view(-1, z.shape[1], *dlogits.shape[1:]).sum_to_size(part.shape)
+            dz[some] = _to_tokens(desk).view(-1, *dz.shape[1:])
+        return dz.mT, dbias, None, None
+
+
+def _samples(z: Tensor, rows: list[slice]) -> list[slice]:
+    """As many samples at a time as there is memory to keep for."""
+    one = sum(map(math.prod, _rooms((1, *z.shape[1:]), rows)))
+    count = max(1, 8 * small_enough_for_the_cache(z) // max(1, one))
+    return [slice(start, start + count) for start in range(0, len(z), count)]
+
+
+class _Tables(NamedTuple):
+    """Where products come from and go to."""
+
+    a: Tensor  # the two features of each product, each pair once
+    b: Tensor
+    to_a: Tensor  # [d, products], zeros and ones
+    to_b: Tensor
+    entries: Tensor  # which value is each entry of a block
+    above: Tensor  # which two entries of a block, or one, are each product
+    below: Tensor
+    share: Tensor  # [products, 1], 2 / s for two of them and 1 / s for one
+
+
+def _tables(width: int, dtype: torch.dtype, device: torch.device) -> _Tables:
+    a, b = torch.triu_indices(width, width, device=device)
+    identity = torch.eye(width, dtype=dtype, device=device)
+    above, below = width * a + b, width * b + a
+    entries = torch.empty(width**2, dtype=torch.long, device=device)
+    entries[above] = entries[below] = torch.arange(width, width + len(a), device=device)
+    share = (2 - identity[a, b]).unsqueeze(-1) / math.sqrt(width)
+    return _Tables(a, b, identity[:, a], identity[:, b], entries, above, below, share)
+
+
+@functools.lru_cache(maxsize=64)
+def _known_tables(width: int, dtype: torch.dtype, device: torch.device) -> _Tables:
+    with torch.inference_mode(False):
+        return _tables(width, dtype, device)
+
+
+def _rooms(shape: tuple[int, ...], rows: list[slice]) -> list[tuple[int, ...]]:
+    """The shapes of the rooms of a desk, for z of a shape."""
+    batch, heads, tokens, width = shape
+    g, n, products = batch * heads, max((r.stop - r.start for r in rows), default=0), width * (width + 1) // 2
+    of_tokens = (width + 1, width + 1, width + products, products, products, width, width + 1, *[width + products] * 2)
+    of_rows = (tokens, width + products, width, width**2)
+    return [*((g, count, tokens) for count in of_tokens), *((g, count, n) for count in of_rows)]
+
+
+class _Desk(NamedTuple):
+    """Room for what there is of a few samples, g heads in a row. The next ones have it in the same memory."""
+
+    tables: _Tables
+    near: Tensor  # z and a row of ones
+    keys: Tensor  # 2 / s z and -|z|^2 / s: logits are inner products of those and these
+    v: Tensor  # the values: z and products
+    a: Tensor  # factors of products
+    b: Tensor
+    dz: Tensor
+    dkeys: Tensor
+    dv: Tensor
+    dv_of_rows: Tensor
+    logits: Tensor
+    average: Tensor
+    dmean: Tensor
+    blocks: Tensor
+
+    @classmethod
+    def of(cls, z: Tensor, rows: list[slice]) -> _Desk:
+        """With the tokens laid out."""
+        width, s = z.shape[-1], math.sqrt(z.shape[-1])
+        tables = (_tables if is_traced() else _known_tables)(width, z.dtype, z.device)
+        desk = cls(tables, *_scratch(z, *_rooms(tuple(z.shape), rows)))
+        near, keys = desk.near[:, :width], desk.keys[:, :width]
+        near.view(z.mT.shape).copy_(z.mT)
+        desk.near[:, width].fill_(1)
+        torch.sum(torch.mul(near, near, out=keys), 1, out=desk.keys[:, width]).mul_(-1 / s)
+        torch.mul(near, 2 / s, out=keys)
+        desk.v[:, :width].copy_(near)
+        torch.mul(*desk.factors(desk.near), out=desk.v[:, width:])
+        return desk
+
+    def select(self, rows: Tensor, *which: Tensor) -> tuple[Tensor, Tensor]:
+        """Two choices among the rows of [g, rows, n], one for each product."""
+        shape = (len(rows), len(which[0]), rows.shape[2])
+        rooms = (shaped(room, shape) for room in (self.a, self.b))
+        one, other = (torch.index_select(rows, 1, some, out=room) for some, room in zip(which, rooms, strict=True))
+        return one, other
+
+    def factors(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of the products of z, which is the first d rows of what is given: all are in one piece of memory."""
+        return self.select(z, self.tables.a, self.tables.b)
+
+    def pull_products(self, z: Tensor, g: Tensor, out: Tensor) -> Tensor:
+        """Adds to `out` the gradient after z, given that after its products."""
+        a, b = self.factors(z)
+        out.baddbmm_(self.tables.to_a.expand(len(z), -1, -1), b.mul_(g))
+        return out.baddbmm_(self.tables.to_b.expand(len(z), -1, -1), a.mul_(g))
+
+
+def _average(
+    desk: _Desk, rows: slice, bias: Tensor | None, causal: bool, kept: Tensor | None, m: Tensor, C: Tensor
+) -> None:
+    """Fills in these rows of m and C, and their weights if these are to be kept."""
+    batch, heads, width, _ = m.shape
+    g, n, seen = batch * heads, rows.stop - rows.start, slice(rows.stop)
+    logits = torch.bmm(desk.near[..., rows].mT, desk.keys[..., seen], out=shaped(desk.logits, (g, n, rows.stop)))
+    if bias is not None:
+        logits.view(batch, heads, n, -1).add_(_part(bias, rows))
+    if causal:
+        logits[..., rows].add_(logits.new_full((n, n), HIDDEN).triu_(1))
+    P = torch.softmax(logits, -1, out=logits if kept is None else kept)
+    average = torch.bmm(desk.v[..., seen], P.mT, out=shaped(desk.average, (g, desk.v.shape[1], n)))
+    mean, products = average.tensor_split([width], 1)
+    m[..., rows] = mean.view(batch, heads, width, n)
+    # A token that sees itself alone has exactly no covariance, its products being rounded but once.
+    a, b = desk.factors(average)
+    products.sub_(a.mul_(b)).mul_(2 / math.sqrt(width))
+    blocks = torch.index_select(average, 1, desk.tables.entries, out=shaped(desk.blocks, (g, width**2, n)))
+    blocks[:, :: width + 1].add_(P.diagonal(rows.start, dim1=-2, dim2=-1).unsqueeze(1))
+    C.flatten(3)[:, :, rows] = blocks.mT.view(batch, heads, n, -1)
+
+
+def _pull(desk: _Desk, rows: slice, P: Tensor, m: Tensor, g_m: Tensor, g_C: Tensor) -> Tensor:
+    """Adds to the gradients of keys and values, fills in that of these queries, and gives that of the logits."""
+    batch, heads, width, _ = m.shape
+    g, n, seen = batch * heads, rows.stop - rows.start, slice(rows.stop)
+    blocks, daverage = shaped(desk.blocks, (g, width**2, n)), shaped(desk.average, (g, desk.v.shape[1], n))
+    blocks.view(batch, heads, -1, n).copy_(g_C.flatten(3)[:, :, rows].mT)
+    above, below = desk.select(blocks, desk.tables.above, desk.tables.below)
+    torch.mul(above.add_(below), desk.tables.share, out=daverage[:, width:])
+    dmean, mean = shaped(desk.dmean, (g, width, n)).zero_(), m[..., rows].reshape(g, width, n)
+    desk.pull_products(mean, daverage[:, width:], out=dmean)
+    torch.sub(g_m[..., rows].reshape(g, width, n), dmean, out=daverage[:, :width])
+
+    dlogits = torch.bmm(daverage.mT, desk.v[..., seen], out=shaped(desk.logits, (g, n, rows.stop)))
+    dlogits.diagonal(rows.start, dim1=-2, dim2=-1).add_(blocks[:, :: width + 1].sum(1))
+    dlogits.mul_(P)
+    dlogits.addcmul_(P, dlogits.sum(-1, keepdim=True), value=-1)
+    # Rows add up to zero. Where a token sees little but itself, its own entry would be nothing but rounding.
+    dlogits.diagonal(rows.start, dim1=-2, dim2=-1).sub_(dlogits.sum(-1))
+    desk.dz[..., rows] = torch.bmm(desk.keys[:, :width, seen], dlogits.mT)
+    desk.dkeys[..., seen] += torch.bmm(desk.near[..., rows], dlogits)
+    desk.dv[..., seen] += torch.bmm(daverage, P, out=shaped(desk.dv_of_rows, (g, desk.v.shape[1], rows.stop)))
+    return dlogits
+
+
+def _to_tokens(desk: _Desk) -> Tensor:
+    """The gradient after the tokens from those after queries, keys and values."""
+    width = desk.dz.shape[1]
+    steep = 2 / math.sqrt(width)
+    moved, count = desk.dkeys.tensor_split([width], 1)
+    dz = desk.pull_products(desk.near, desk.dv[:, width:], out=desk.dz).add_(desk.dv[:, :width])
+    return dz.add_(moved, alpha=steep).addcmul_(desk.near[:, :width], count, value=-steep)
