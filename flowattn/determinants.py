@@ -16,15 +16,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowattn.checks import nothing_is_recorded
-from flowattn.scratch import Scratch
+from flowattn.scratch import Scratch, as_they_are
 
 #: More terms of the series than this take as long as elimination.
 MAX_TERMS = 10
 
+#: Inverses, which are gradients, are exact up to so many units of the precision.
+GRADIENT_DIGITS = 128
+
 #: Fewer numbers than this are eliminated before the terms are called.
 MANY = 2**14
 
-_scratch = Scratch()
+_scratch = Scratch(as_they_are)
 
 
 def logabsdet_plus_identity(M: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
@@ -102,43 +105,56 @@ def invert(N: Float[Tensor, "batch n n"]) -> tuple[Float[Tensor, "batch n n"], F
 def invert_by_series(
     N: Float[Tensor, "batch n n"], work: Iterable[Float[Tensor, "batch n n"]]
 ) -> tuple[Float[Tensor, "batch n n"], Float[Tensor, " batch"]] | None:
-    """The transposed inverses of I - N and log|det(I - N)|, or None if they need too many terms.
+    r"""The transposed inverses of I - N and log|det(I - N)|, or None if they need too many terms.
 
-    N is changed, and the inverses are in `work`, three tensors like it: few enough to stay in the cache.
+    With :math:`X = (I + N)(I + E)`, E the sum of the powers of :math:`N^2` up to the j-th, and :math:`t_k` the trace of
+    :math:`N^k`, the last traces come with the inverse,
+
+    .. math:: \operatorname{tr} X - n = t_1 + \dots + t_{2j+1}, \qquad \operatorname{tr} N X = t_1 + \dots + t_{2j+2}.
+
+    The inverses are in `work`, three tensors like N: few enough to stay in the cache.
     """
-    square, spare, other = work
+    square, *rooms = work
     torch.bmm(N.mT, N.mT, out=square)
-    size, eps = _largest_norm(square), torch.finfo(N.dtype).eps
-    if not size < (4 * eps) ** (1 / MAX_TERMS):  # or NaN
+    size, length, eps = _largest_norm(square), _largest_norm(N), torch.finfo(N.dtype).eps
+    if not size < (GRADIENT_DIGITS * eps) ** (1 / MAX_TERMS):  # or NaN
         return None
-    num_terms = _num_terms(2, size**2, size, eps)
-    powers, value, j = square, trace(N), 1  # the sum of the even powers of N from the second on, transposed
-    while j < num_terms:
-        if j > 1:
-            powers, spare, other = torch.baddbmm(square, square, powers, out=spare), other, spare
-        if j == 2 and num_terms > 4:  # a fourth power is often much smaller than the square of a square
-            fourth = _largest_norm(torch.sub(powers, square, out=spare))
-            num_terms = min(num_terms, _num_terms(4, fourth**2, size, eps))
-        # Each power is divided by its exponent: what this sum has of those before is weighted by the difference.
-        after = (0.0, 0.0) if j == num_terms - 1 else (1 / (2 * j + 2), 1 / (2 * j + 3))
-        value.add_(trace(powers), alpha=1 / (2 * j) - after[0])
-        value.add_(torch.mul(N, powers, out=spare).sum((-2, -1)), alpha=1 / (2 * j + 1) - after[1])
+    powers, first, value = square, trace(N), torch.zeros_like(N[:, 0, 0])  # E, transposed
+    if size * length <= GRADIENT_DIGITS * eps:
+        value.add_(trace(square), alpha=1 / 2).add_(_inner(N, square, rooms[0]), alpha=1 / 3).add_(first)
+        square.diagonal(dim1=-2, dim2=-1).add_(1)
+        return torch.add(square, N.mT, out=rooms[0]), -value
+    num_powers, j = _num_powers(1, size**2, size, length, eps), 1
+    while j < num_powers:
+        # Each trace is divided by its exponent: what later sums have of it is weighted by the difference.
+        value.add_(trace(powers), alpha=1 / (2 * j) - 1 / (2 * j + 2))
+        value.add_(_inner(N, powers, rooms[j % 2]), alpha=1 / (2 * j + 1) - 1 / (2 * j + 3))
+        powers = torch.baddbmm(square, square, powers, out=rooms[j % 2])
         j += 1
+        if j == 2 and num_powers > 2:  # a fourth power is often much smaller than the square of a square
+            fourth = _largest_norm(torch.sub(powers, square, out=rooms[j % 2]))
+            rests = ((2, fourth * size), (3, fourth**2))
+            num_powers = min(num_powers, *(_num_powers(*rest, size, length, eps) for rest in rests))
+    value.add_(first, alpha=1 - 1 / (2 * j + 1)).add_(trace(powers), alpha=1 / (2 * j) - 1 / (2 * j + 1))
     powers.diagonal(dim1=-2, dim2=-1).add_(1)
-    # A gradient needs fewer digits than a value that is summed over all tokens. The first test follows from the second,
-    # and is quicker.
-    if size**1.5 <= 128 * eps and size * _largest_norm(N) <= 128 * eps:
-        return torch.add(powers, N.mT, out=spare), -value
-    N.diagonal(dim1=-2, dim2=-1).add_(1)
-    return torch.bmm(powers, N.mT, out=spare), -value
+    inverse = torch.baddbmm(powers, powers, N.mT, out=rooms[j % 2])
+    value.add_(trace(inverse).sub_(N.shape[-1]), alpha=1 / (2 * j + 1) - 1 / (2 * j + 2))
+    return inverse, -value.add_(_inner(N, inverse, powers), alpha=1 / (2 * j + 2))
 
 
-def _num_terms(least: int, next_one: float, size: float, eps: float) -> int:
-    """From how many terms on the next trace is below 4 eps once it is divided, bounded so after the least of them."""
-    num_terms = least
-    while next_one > 8 * num_terms * eps:
-        num_terms, next_one = num_terms + 1, next_one * size
-    return num_terms
+def _num_powers(least: int, rest: float, size: float, length: float, eps: float) -> int:
+    """From how many powers of the square on the rest is small, bounded so after the least of them.
+
+    A gradient needs fewer digits than a value, which is summed over all tokens.
+    """
+    num_powers = least
+    while rest > GRADIENT_DIGITS * eps or length * rest > 8 * (2 * num_powers + 3) * eps:
+        num_powers, rest = num_powers + 1, rest * size
+    return num_powers
+
+
+def _inner(one: Tensor, other: Tensor, room: Tensor) -> Tensor:
+    return torch.mul(one, other, out=room).sum((-2, -1))
 
 
 def _largest_norm(matrices: Tensor) -> float:
@@ -157,6 +173,11 @@ def invert_by_elimination(
 def small_enough_for_the_cache(like: Tensor) -> int:
     """How many numbers to work on at a time."""
     return 2**19 if like.device.type == "cpu" else 2**25
+
+
+def precise(t: Tensor) -> Tensor:
+    """A tensor in double precision, where the device has it."""
+    return t if t.device.type == "mps" else t.double()
 
 
 def trace(matrices: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:

@@ -22,12 +22,12 @@ from flowattn.checks import can_look, in_forward_mode, is_traced
 from flowattn.determinants import small_enough_for_the_cache
 from flowattn.fused_l2 import queries_and_keys
 from flowattn.kernel import HIDDEN, softmax_weights
-from flowattn.scratch import Scratch, shaped
+from flowattn.scratch import Scratch, as_they_are, shaped
 
 #: Under a causal mask so many rows are computed at a time, so that little is computed of what nobody sees.
 ROWS = 64
 
-_scratch = Scratch()
+_scratch = Scratch(as_they_are)
 
 MeanAndBlocks = tuple[Float[Tensor, "*batch tokens width"], Float[Tensor, "*batch tokens width width"]]
 

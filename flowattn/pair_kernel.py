@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flowattn.checks import can_look, in_forward_mode
 from flowattn.fused_l2 import fused_l2_attention
-from flowattn.scratch import Scratch, shaped
+from flowattn.scratch import Scratch, as_they_are, shaped
 
 #: How many weights to compute at a time, so that they stay in the cache.
 AT_A_TIME = 2**19
@@ -36,7 +36,7 @@ LOWEST = -100.0
 
 LOG2 = math.log(2)
 
-_scratch = Scratch()
+_scratch = Scratch(as_they_are)
 
 
 def is_worth_it(z: Float[Tensor, "*batch tokens width"]) -> bool:

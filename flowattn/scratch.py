@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,25 +24,37 @@ KEPT = 2**22
 ALIGNED = 16
 
 
-class Scratch(threading.local):
+Desk = TypeVar("Desk")
+
+
+def as_they_are(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Lays out nothing."""
+    return tensors
+
+
+class Scratch(threading.local, Generic[Desk]):
     """Gives out tensors whose contents are whatever was there, good until the next call. Each thread has its own.
 
     Memory is kept on CPU only; elsewhere torch keeps it.
 
+    Args:
+        lay_out: takes tensors to whatever holds them and views of them, which is kept, too.
+
     Example:
-        >>> scratch = Scratch()
-        >>> [t.shape for t in scratch(torch.zeros(1), (2, 3), (4,))]
+        >>> scratch = Scratch(lambda *tensors: [t.shape for t in tensors])
+        >>> scratch(torch.zeros(1), (2, 3), (4,))
         [torch.Size([2, 3]), torch.Size([4])]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lay_out: Callable[..., Desk]) -> None:
+        self.lay_out = lay_out
         self.kept: dict[torch.dtype, Tensor] = {}
-        self.last: tuple[Any, tuple[Tensor, ...]] | None = None
+        self.last: tuple[Any, Desk] | None = None
 
-    def __call__(self, like: Tensor, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def __call__(self, like: Tensor, *shapes: tuple[int, ...]) -> Desk:
         """Tensors of these shapes, of the type and on the device of the one that is given."""
         if like.device.type != "cpu" or not can_look(like) or is_traced():
-            return tuple(like.new_empty(shape) for shape in shapes)
+            return self.lay_out(*(like.new_empty(shape) for shape in shapes))
         wanted = (like.dtype, shapes)
         if self.last is not None and self.last[0] == wanted:
             return self.last[1]
@@ -49,7 +62,7 @@ class Scratch(threading.local):
         sizes = [math.prod(shape) for shape in shapes]
         *starts, total = itertools.accumulate((ALIGNED * math.ceil(size / ALIGNED) for size in sizes), initial=0)
         memory, places = self._memory(total, like.dtype), zip(starts, sizes, shapes, strict=True)
-        found = tuple(memory[start : start + size].view(shape) for start, size, shape in places)
+        found = self.lay_out(*(memory[start : start + size].view(shape) for start, size, shape in places))
         if total <= KEPT:
             self.last = wanted, found
         return found

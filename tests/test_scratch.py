@@ -10,7 +10,7 @@ from flowattn import scratch
 from flowattn.contractions import L2SelfAttention
 from flowattn.logdet import ExactLogDet
 from flowattn.pair_kernel import pair_attention
-from flowattn.scratch import Scratch
+from flowattn.scratch import Scratch, as_they_are
 
 LIKE = torch.zeros(1)
 
@@ -21,7 +21,7 @@ def starts(tensors):
 
 def test_tensors_of_a_call_have_their_shapes_and_do_not_overlap():
     shapes = [(3, 5), (), (0, 4), (2, 1, 7)]
-    found = Scratch()(LIKE, *shapes)
+    found = Scratch(as_they_are)(LIKE, *shapes)
     assert [t.shape for t in found] == [torch.Size(shape) for shape in shapes]
     for number, t in enumerate(found):
         t.fill_(number)
@@ -29,7 +29,7 @@ def test_tensors_of_a_call_have_their_shapes_and_do_not_overlap():
 
 
 def test_the_next_call_gets_the_same_memory_and_a_larger_one_new_memory():
-    give = Scratch()
+    give = Scratch(as_they_are)
     first = give(LIKE, (100,), (50,))
     assert starts(give(LIKE, (60,))) == starts(first[:1])
     assert len(give(LIKE, (1000,))[0]) == 1000
@@ -37,7 +37,7 @@ def test_the_next_call_gets_the_same_memory_and_a_larger_one_new_memory():
 
 
 def test_types_have_memory_of_their_own():
-    give = Scratch()
+    give = Scratch(as_they_are)
     single, double = (give(LIKE.to(dtype), (10,))[0] for dtype in (torch.float32, torch.float64))
     assert (single.dtype, double.dtype) == (torch.float32, torch.float64)
     assert single.data_ptr() != double.data_ptr()
@@ -45,7 +45,7 @@ def test_types_have_memory_of_their_own():
 
 def test_large_memory_is_not_kept(monkeypatch):
     monkeypatch.setattr(scratch, "KEPT", 160)
-    give = Scratch()
+    give = Scratch(as_they_are)
     give(LIKE, (160,))
     assert give.kept
     give(LIKE, (161,))
@@ -53,7 +53,7 @@ def test_large_memory_is_not_kept(monkeypatch):
 
 
 def test_threads_do_not_share():
-    give, found = Scratch(), []
+    give, found = Scratch(as_they_are), []
     thread = threading.Thread(target=lambda: found.extend(give(LIKE, (10,))))
     mine = give(LIKE, (10,))
     thread.start()
@@ -62,14 +62,14 @@ def test_threads_do_not_share():
 
 
 def test_memory_from_inference_mode_can_be_written_to_outside():
-    give = Scratch()
+    give = Scratch(as_they_are)
     with torch.inference_mode():
         give(LIKE, (10,))
     assert give(LIKE, (10,))[0].zero_().sum() == 0
 
 
 def test_the_default_device_has_no_say():
-    give = Scratch()
+    give = Scratch(as_they_are)
     with torch.device("meta"):
         give(LIKE, (10,))
     assert give(LIKE, (10,))[0].device.type == "cpu"
@@ -84,7 +84,7 @@ def test_traces_keep_none_of_it():
 
 
 def test_tensors_without_memory_of_their_own_get_none_of_it():
-    give = Scratch()
+    give = Scratch(as_they_are)
     assert give(LIKE.to("meta"), (3,))[0].device.type == "meta"
     torch.func.vmap(lambda x: give(x, (3,))[0].zero_() + x)(torch.ones(2, 3))
     assert not give.kept

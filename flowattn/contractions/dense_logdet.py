@@ -3,17 +3,24 @@ r"""log|det(I + J)| of attention between all pairs of tokens, in one recorded st
 .. math:: J_{ij} = \sum_h P_{ij} S + t_{ij} u_{ij}^T + [i = j] \sum_l t_{il} b_l^T, \qquad
     S = B^T W^T, \quad t_{ij} = P_{ij} B^T (z_j - m_i), \quad u_{ij} = b_i - b_j, \quad b_j = \tfrac2s W z_j
 
-see `flowattn.attention.heads_jacobian`; with a ball S and b differ from token to token. The gradient of log|det(I + J)|
-after J is :math:`G = (I + J)^{-T}`, which comes with the value. While it is in the cache it is reduced to gradients
-after P, t, S and b, all far smaller; backward takes those to the tokens and weights. Recorded step by step the same
-takes a third longer.
+see `flowattn.attention.heads_jacobian`; with a ball S and b differ from token to token, see `ball_logdet`. The gradient
+of log|det(I + J)| after J is :math:`G = (I + J)^{-T}`, which comes with the value. While it is in the cache it is
+reduced to gradients after P, t, S and b, all far smaller; backward takes those to the tokens and weights. Recorded step
+by step the same takes a third longer.
+
+Rows of P sum to 1, so the eigenvalues of J lie about those of S and zero. A matrix K that is the same for all tokens
+brings :math:`I + J` nearer to the identity, where series need fewer terms:
+
+.. math:: \det(I + J) = \det\bigl((I + J) (I \otimes K)\bigr) / \det(K)^N, \qquad K = I - \tfrac34 \sum_h S.
+
+Its product with J has :math:`W^T K` in place of :math:`W^T`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -21,15 +28,26 @@ from torch import Tensor
 
 from flowattn.attention import heads_jacobian
 from flowattn.checks import can_look, in_forward_mode
-from flowattn.determinants import invert, logabsdet_of_blocks
+from flowattn.contractions.ball_logdet import ball_logabsdet
+from flowattn.contractions.pair_desk import (
+    Desk,
+    by_samples,
+    invert_all,
+    multiply_out,
+    take_off_weighted,
+    through_logits,
+    through_weights,
+    weights,
+)
+from flowattn.determinants import logabsdet_of_blocks, precise
 from flowattn.fused_l2 import centre_of
-from flowattn.scratch import Scratch, shaped
 
 Pull = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
-_scratch = Scratch()
-
 Found = tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]
+
+#: How much of S is taken off by K. Tokens near each other want less, tokens that see little but themselves all of it.
+SHARE = 0.75
 
 
 def attention_logabsdet(
@@ -61,17 +79,14 @@ def _step_by_step(z: Tensor, B: Tensor, R: Tensor, bias: Tensor | None = None) -
 
 
 class _AttentionLogAbsDet(torch.autograd.Function):
-    """Tokens come last in here, [batch, heads, width, tokens], and pairs of them, [batch, heads, width, i, j].
-
-    All is computed of -J, so t and S have the other sign.
-    """
+    """All is computed of -J, so t has the other sign."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, B: Tensor, R: Tensor, bias: Tensor | None) -> Found:
         ctx.save_for_backward(z, B, R, bias)
         ctx.centre = centre_of(z, causal=False)
         z = z.mT.clone(memory_format=torch.contiguous_format).sub_(ctx.centre.mT)
-        mean, logabsdet, ctx.pull = (_constant if R.ndim == 3 else _ball)(z, _weights(z, bias), B, R)
+        mean, logabsdet, ctx.pull = (_logabsdet if R.ndim == 3 else ball_logabsdet)(z, weights(z, bias), B, R)
         return _value(mean, ctx.centre, B), logabsdet
 
     @staticmethod
@@ -81,56 +96,8 @@ class _AttentionLogAbsDet(torch.autograd.Function):
         dz, dB, dR, dlogits = ctx.pull(g_value, g.neg().view(-1, 1, 1, 1))
         dB += ctx.centre.squeeze(2).movedim(0, -1) @ g_value.sum(1)
         bias = ctx.saved_tensors[3]
-        return dz.mT, dB, dR, dlogits.sum_to_size(bias.shape) if ctx.needs_input_grad[3] else None
-
-
-def _constant(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Pull]:
-    """The means times B, log|det(I + J)|, and what takes gradients after both to those of z, B, R and the logits."""
-    _, width, features = B.shape
-    steep = 2 / math.sqrt(width)
-    BR = torch.cat([B, R * steep], -1)
-    a, b = (BR.mT @ z).split(features, 2)
-    mean = a @ P.mT
-    desk = _Desk.of(P, features)
-    torch.sub(mean.unsqueeze(-1), a.unsqueeze(-2), out=desk.t).mul_(P.unsqueeze(2))
-    torch.sub(b.unsqueeze(-1), b.unsqueeze(-2), out=desk.u)
-    logabsdet, (of_logits, of_rows, of_columns, of_S, of_b) = _determinant(P, (B.mT @ R).neg_(), desk)
-
-    def pull(g_value: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-        dmean = torch.addcmul(g_value.mT.unsqueeze(1), of_rows, g)
-        da = (dmean @ P).addcmul_(of_columns, g, value=-1)
-        dlogits, moved = _through_logits((dmean.mT @ a).mul_(P).addcmul_(of_logits, g), P, z)
-        dab = torch.cat([da, of_b * g], 2)
-        dz = (BR @ dab).add_(moved, alpha=steep)
-        dBR = (z @ dab.mT).sum(0)
-        dS = (g.view(1, -1) @ of_S.flatten(1)).view(of_S.shape[1:])
-        return dz, dBR[..., :features] - R @ dS.mT, dBR[..., features:] * steep - B @ dS, dlogits
-
-    return mean, logabsdet, pull
-
-
-def _ball(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Pull]:
-    r"""The same for an R of each token, as a ball makes it: now :math:`S_j = B^T R_j`, and b has the two tokens.
-
-    .. math:: b_{ij} = \tfrac2s R_j^T z_i, \qquad u_{ij} = b_{ij} - b_{jj}, \qquad
-        \text{own}_i = \sum_l t_{il} b_{li}^T = \tfrac2s \tau_i R_i, \quad \tau_i = \sum_l t_{il} z_l^T
-    """
-    steep = 2 / math.sqrt(B.shape[1])
-    a = B.mT @ z
-    mean = a @ P.mT
-    desk = _Desk.of(P, B.shape[2])
-    torch.sub(mean.unsqueeze(-1), a.unsqueeze(-2), out=desk.t).mul_(P.unsqueeze(2))
-    logabsdet, (of_logits, rows, columns, of_z, of_B, of_R) = _ball_determinant(P, z, B, R * steep, desk)
-
-    def pull(g_value: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-        dmean = torch.addcmul(g_value.mT.unsqueeze(1), rows, g)
-        da = (dmean @ P).addcmul_(columns, g, value=-1)
-        dlogits, moved = _through_logits((dmean.mT @ a).mul_(P).addcmul_(of_logits, g), P, z)
-        dz = (B @ da).add_(moved, alpha=steep).addcmul_(of_z, g)
-        own = (g.view(1, -1) @ of_B.flatten(1)).view_as(B)
-        return dz, (z @ da.mT).sum(0) + own, of_R * g.unsqueeze(-1), dlogits
-
-    return mean, logabsdet, pull
+        # The sum is the gradient itself, in memory of the desk, if there is nothing to sum up.
+        return dz.mT, dB, dR, dlogits.sum_to_size(bias.shape).clone() if ctx.needs_input_grad[3] else None
 
 
 def _value(mean: Tensor, centre: Tensor, B: Tensor) -> Tensor:
@@ -145,140 +112,67 @@ def _differentiable(given: tuple[Tensor | None, ...], g_value: Tensor, g: Tensor
     return *pull((g_value, g)), *[None] * (len(given) - len(tensors))
 
 
-def _through_logits(weighted: Tensor, P: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients after the logits and, but for a factor of 2 / s, the tokens, from P times that after P.
+def _logabsdet(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Pull]:
+    """The means times B, log|det(I + J)|, and what takes gradients after both to those of z, B, R and the logits."""
+    _, width, features = B.shape
+    steep, desk = 2 / math.sqrt(width), Desk.of(z, features)
+    S = B.mT @ R
+    K = _common_factor(S, desk.identity)
+    RK, SK = R @ K, S @ K
+    BR = torch.cat([B, RK * steep], -1)
+    a, b = (BR.mT @ z).split(features, 2)
+    mean = a @ P.mT
+    torch.sub(mean.unsqueeze(-1), a.unsqueeze(-2), out=desk.t).mul_(P.unsqueeze(2))
+    torch.sub(b.unsqueeze(-1), b.unsqueeze(-2), out=desk.u)
+    # A token's own block is minus the sum of its t u^T, since rows of t add up to zero.
+    own = torch.sub((desk.identity - K).unsqueeze(-1), multiply_out(desk).sum(-1))
+    take_off_weighted(P, SK[None, ..., None], desk)
+    desk.own.add_(own)
+    logabsdet = invert_all(desk).sub_(_logabsdet_of(K), alpha=P.shape[-1])
+    of_logits, of_rows, of_columns, of_S, of_b = _reduced(P, SK, desk)
 
-    It changes `weighted`.
-    """
-    dlogits = weighted.addcmul_(P, weighted.sum(-1, keepdim=True), value=-1)
-    # Rows add up to zero. Where a token sees little but itself, its own entry would be nothing but rounding.
-    dlogits.diagonal(dim1=-2, dim2=-1).sub_(dlogits.sum(-1))
-    pairs = dlogits + dlogits.mT
-    return dlogits, (z @ pairs).addcmul_(z, pairs.sum(-2, keepdim=True), value=-1)
+    def pull(g_value: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        dmean = torch.addcmul(g_value.mT.unsqueeze(1), of_rows, g)
+        da = (dmean @ P).addcmul_(of_columns, g, value=-1)
+        dlogits, moved = through_logits(dmean, a, of_logits, g, P, z)
+        dab = torch.cat([da, of_b * g], 2)
+        dz = (BR @ dab).add_(moved, alpha=steep)
+        dBR = (z @ dab.mT).sum(0)
+        dS = (g.view(1, -1) @ of_S.flatten(1)).view(of_S.shape[1:])
+        return dz, dBR[..., :features] - RK @ dS.mT, (dBR[..., features:] * steep - B @ dS) @ K.mT, dlogits
 
-
-def _weights(z: Tensor, bias: Tensor | None) -> Tensor:
-    """The attention P of centred tokens."""
-    logits = (z.mT @ z).mul_(2 / math.sqrt(z.shape[-2]))
-    half = logits.diagonal(dim1=-2, dim2=-1) * 0.5
-    logits.sub_(half.unsqueeze(-1)).sub_(half.unsqueeze(-2))
-    if bias is not None:
-        return (logits + bias).softmax(-1)
-    # None is above that of a token itself, which is 0: a softmax of short rows takes three times as long.
-    P = logits.clamp_max_(0).exp_()
-    return P.div_(P.sum(-1, keepdim=True))
-
-
-class _Desk(NamedTuple):
-    """Room for what there is of each pair of tokens. The next call has it in the same memory."""
-
-    dP: Tensor  # [B, H, N, N]
-    t: Tensor  # [B, H, D, N, N], as u
-    u: Tensor
-    dt: Tensor  # heads first
-    du: Tensor  # of one head
-    A: Tensor  # [B, D, D, N, N]
-    matrices: Tensor  # [B, D N, D N], with rows and columns of zeros up to a multiple of eight
-
-    @property
-    def room(self) -> Tensor:
-        """The memory of the matrices for another A."""
-        return shaped(self.matrices, self.A.shape)
-
-    @classmethod
-    def of(cls, P: Tensor, features: int) -> _Desk:
-        batch, heads, tokens, _ = P.shape
-        pairs = features, tokens, tokens
-        # Such matrices are multiplied in two thirds of the time.
-        wide = 8 * math.ceil(features * tokens / 8)
-        factors, gradients = [(batch, heads, *pairs)] * 2, [(heads, batch, *pairs), (batch, *pairs)]
-        return cls(*_scratch(P, P.shape, *factors, *gradients, (batch, features, *pairs), (batch, wide, wide)))
+    return mean, logabsdet, pull
 
 
-def _determinant(P: Tensor, S: Tensor, desk: _Desk) -> tuple[Tensor, list[Tensor]]:
-    """log|det(I - A)| for the A of these parts, and what backward needs of its gradient, but for the sign.
+def _common_factor(S: Tensor, identity: Tensor) -> Tensor:
+    """K, or the identity where K might lose digits, as it cannot for a contraction of few features."""
+    total = S.sum(0)
+    share = SHARE if torch.linalg.vector_norm(total).item() < 1 else 0.0  # nor for what is not a number
+    return torch.sub(identity, total, alpha=share)
+
+
+def _logabsdet_of(K: Tensor) -> Tensor:
+    # An error here is one of every token.
+    factors = torch.linalg.lu_factor_ex(precise(K))[0]
+    return factors.diagonal().abs().log().sum()
+
+
+def _reduced(P: Tensor, S: Tensor, desk: Desk) -> tuple[Tensor, ...]:
+    """What backward needs of the gradient that is in the matrices of the desk, but for the sign.
 
     With d for the gradient after what follows, these are P dP, t being a product with P, but for a multiple of each row
-    of P, which is nothing to the logits; dS; the sums of P dt over keys and over queries, which are for the means and
-    for a; and db.
+    of P, which is nothing to the logits; the sums of P dt over keys and over queries, which are for the means and for
+    a; dS; and db.
     """
-    t, u = desk.t, desk.u
-    heads, features = t.shape[1:3]
-    logabsdet, inverse = _invert(P, S[None, ..., None], None, desk)
+    heads, features = S.shape[:2]
     # A token's own block being minus the sum of its t u^T, these have the difference of their gradient and its own.
-    diagonal = inverse.diagonal(dim1=3, dim2=4)
-    of_own = diagonal.sum(-1)
-    G, room = torch.sub(inverse, diagonal.unsqueeze(-1), out=desk.A), desk.room
+    G, of_own = torch.sub(desk.by_pairs, desk.own_by_pairs.unsqueeze(-1), out=desk.A), desk.own_by_pairs.sum(-1)
     flat = G.flatten(1, 2).flatten(2)
     torch.matmul(S.flatten(1), flat, out=desk.dP.flatten(2))
     dS = torch.bmm(P.flatten(2), flat.mT).unflatten(2, (features, features)).add_(of_own.unsqueeze(1))
     dbs = []
     for h in range(heads):
-        torch.sum(torch.mul(G, u[:, h].unsqueeze(1), out=room), 2, out=desk.dt[h])
-        du = torch.sum(torch.mul(G, t[:, h].unsqueeze(2), out=room), 1, out=desk.du)
+        torch.sum(torch.mul(G, desk.columns[h], out=desk.room), 2, out=desk.dt[h])
+        du = torch.sum(torch.mul(G, desk.rows[h], out=desk.room), 1, out=desk.du)
         dbs.append(du.sum(-1).sub_(du.sum(-2)))
-    return logabsdet, [*_through_weights(P, desk), dS, _stack(dbs)]
-
-
-def _ball_determinant(P: Tensor, z: Tensor, B: Tensor, R: Tensor, desk: _Desk) -> tuple[Tensor, list[Tensor]]:
-    """The same for 2 / s times the R of each token; the last three are dz and dB, but for what P and a do, and dR."""
-    t, u = desk.t, desk.u
-    heads, features, tokens = t.shape[1:4]
-    s = math.sqrt(z.shape[2])
-    columns = R.permute(0, 1, 4, 3, 2).contiguous()  # [B, H, D, d, N]
-    b = z.mT.unsqueeze(2) @ columns
-    torch.sub(b, b.diagonal(dim1=-2, dim2=-1).unsqueeze(-2), out=u)
-    S = (B.mT.unsqueeze(1) @ columns).mul_(-s / 2).transpose(2, 3)
-    tau = (t.flatten(2, 3) @ z.mT).unflatten(2, (features, tokens)).transpose(2, 3)  # [B, H, N, D, d]
-    own = (tau @ R).sum(1).permute(0, 2, 3, 1)
-    logabsdet, inverse = _invert(P, S, own, desk)
-    G, room = desk.A.copy_(inverse), desk.room
-    down = G.diagonal(dim1=3, dim2=4).permute(0, 3, 1, 2).unsqueeze(1)  # [B, 1, N, D, D]
-    dtau = (down @ R.mT).transpose(2, 3).flatten(2, 3)  # [B, H, D N, d]
-    dSs, dbs = [], []
-    for h in range(heads):
-        torch.sum(torch.mul(G, u[:, h].unsqueeze(1), out=room), 2, out=desk.dt[h])
-        desk.dt[h].flatten(1, 2).baddbmm_(dtau[:, h], z[:, h])
-        torch.sum(torch.mul(G, S[:, h].unsqueeze(-2), out=room), (1, 2), out=desk.dP[:, h])
-        dSs.append(torch.mul(G, P[:, h, None, None], out=room).sum(3))
-        dbs.append(torch.mul(G, t[:, h].unsqueeze(2), out=room).sum(1))
-    dS, db = _stack(dSs), _stack(dbs)
-    db.diagonal(dim1=-2, dim2=-1).sub_(db.sum(-2))
-    dz = (columns @ db.mT).sum(2) + (dtau.mT @ t.flatten(2, 3))
-    # By features first, [B, H, D, d, N], as the columns are.
-    dR = z.unsqueeze(2) @ db - (B.unsqueeze(1) @ dS.transpose(2, 3)) * (s / 2)
-    dR = dR.permute(0, 1, 4, 3, 2) + tau.mT @ down
-    dB = (columns.transpose(2, 3).flatten(3) @ dS.movedim(2, -1).flatten(2, 3)) * (-s / 2)
-    return logabsdet, [*_through_weights(P, desk), dz, dB, dR * (2 / s)]
-
-
-def _invert(P: Tensor, S: Tensor, own: Tensor | None, desk: _Desk) -> tuple[Tensor, Tensor]:
-    """log|det(I - A)| for the A of these parts, and (I - A)^{-T} by pairs, a view of the matrices of the desk.
-
-    None is what a token has of its own with one R for all: minus the sum of its t u^T, since rows of t add up to zero.
-    """
-    t, u, A = desk.t, desk.u, desk.A
-    torch.mul(t[:, 0].unsqueeze(2), u[:, 0].unsqueeze(1), out=A)
-    for h in range(1, P.shape[1]):
-        A.addcmul_(t[:, h].unsqueeze(2), u[:, h].unsqueeze(1))
-    own = A.sum(-1).neg_() if own is None else own
-    for h in range(P.shape[1]):
-        A.addcmul_(P[:, h, None, None], S[:, h].unsqueeze(-2))
-    A.diagonal(dim1=3, dim2=4).add_(own)
-    features, tokens = u.shape[2:4]
-    n, size = features * tokens, (features, tokens)
-    by_pairs = desk.matrices.zero_()[:, :n, :n].unflatten(2, size).unflatten(1, size).transpose(2, 3)
-    by_pairs.copy_(A)  # quicker than to compute it there, where rows are short
-    return invert(desk.matrices)[1], by_pairs
-
-
-def _through_weights(P: Tensor, desk: _Desk) -> tuple[Tensor, Tensor, Tensor]:
-    """P dP, t being a product with P, and the sums of P dt over keys and over queries. It changes t and dt."""
-    t, dt = desk.t, desk.dt.transpose(0, 1)
-    of_logits = t.mul_(dt).sum(2).addcmul_(P, desk.dP)
-    dt.mul_(P.unsqueeze(2))
-    return of_logits, dt.sum(-1), dt.sum(-2)
-
-
-def _stack(heads: list[Tensor]) -> Tensor:
-    return heads[0].unsqueeze(1) if len(heads) == 1 else torch.stack(heads, 1)
+    return *through_weights(P, desk), dS, by_samples(dbs)

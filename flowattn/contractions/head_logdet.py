@@ -24,12 +24,13 @@ from flowattn.determinants import (
     invert_by_elimination,
     invert_by_series,
     logabsdet_plus_identity,
+    precise,
     small_enough_for_the_cache,
     trace,
 )
-from flowattn.scratch import Scratch
+from flowattn.scratch import Scratch, as_they_are
 
-_scratch = Scratch()
+_scratch = Scratch(as_they_are)
 
 
 def head_logabsdet(C: Tensor, K: Tensor) -> Tensor:
@@ -141,8 +142,8 @@ def _centres(C: Tensor, K: Tensor, stretches: list[slice]) -> Iterator[tuple[sli
         some = stretches[start : start + step]
         means = torch.stack([C[:, :, stretch].mean((1, 2)) for stretch in some])
         M = -(means @ K).flatten(1, 2)
-        exact = M if M.device.type == "mps" else M.double()  # an error here is one of every token of the stretch
-        inverses, values = (found.to(C) for found in invert_by_elimination(exact))
+        # An error here is one of every token of the stretch.
+        inverses, values = (found.to(C) for found in invert_by_elimination(precise(M)))
         yield from zip(some, zip(means, inverses, values, strict=True), strict=True)
 
 

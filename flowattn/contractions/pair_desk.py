@@ -1,0 +1,107 @@
+r"""What dense log-determinants of attention share: room for pairs of tokens, and the steps that know no R.
+
+Tokens come last in here, [batch, heads, width, tokens], and pairs of them, [batch, heads, width, i, j].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flowattn.determinants import invert
+from flowattn.scratch import Scratch, shaped
+
+
+class Desk:
+    """Room for what there is of each pair of tokens, with the views that are wanted of it."""
+
+    def __init__(self, *rooms: Tensor) -> None:
+        self.dP, self.t, self.u, self.dt, self.du, self.A, self.matrices = rooms  # as in `of`
+        heads, features, tokens, _ = self.u.shape[1:]
+        n, size = features * tokens, (features, tokens)
+        #: Those of each head as factors of A.
+        self.rows = [self.t[:, h].unsqueeze(2) for h in range(heads)]
+        self.columns = [self.u[:, h].unsqueeze(1) for h in range(heads)]
+        self.dt_by_samples = self.dt.transpose(0, 1)
+        self.own = self.A.diagonal(dim1=3, dim2=4)
+        #: The matrices by pairs, as A is, and their memory for another A.
+        self.by_pairs = self.matrices[:, :n, :n].unflatten(2, size).unflatten(1, size).transpose(2, 3)
+        self.own_by_pairs = self.by_pairs.diagonal(dim1=3, dim2=4)
+        self.room = shaped(self.matrices, self.A.shape)
+        self.identity = torch.eye(features, dtype=self.A.dtype, device=self.A.device)
+
+    @staticmethod
+    def of(z: Tensor, features: int) -> Desk:
+        """That for tokens z and Jacobians of so many features. The next call has it in the same memory."""
+        batch, heads, _, tokens = z.shape
+        weights, pairs = (batch, heads, tokens, tokens), (features, tokens, tokens)
+        # Matrices with rows and columns of zeros up to a multiple of eight are multiplied in two thirds of the time.
+        wide = 8 * math.ceil(features * tokens / 8)
+        factors, gradients = [(batch, heads, *pairs)] * 2, [(heads, batch, *pairs), (batch, *pairs)]
+        return _scratch(z, weights, *factors, *gradients, (batch, features, *pairs), (batch, wide, wide))
+
+
+_scratch = Scratch(Desk)
+
+
+def weights(z: Tensor, bias: Tensor | None) -> Tensor:
+    """The attention P of centred tokens."""
+    logits = (z.mT @ z).mul_(2 / math.sqrt(z.shape[-2]))
+    half = logits.diagonal(dim1=-2, dim2=-1) * 0.5
+    logits.sub_(half.unsqueeze(-1)).sub_(half.unsqueeze(-2))
+    if bias is not None:
+        return (logits + bias).softmax(-1)
+    # None is above that of a token itself, which is 0: a softmax of short rows takes three times as long.
+    P = logits.clamp_max_(0).exp_()
+    return P.div_(P.sum(-1, keepdim=True))
+
+
+def multiply_out(desk: Desk) -> Tensor:
+    r"""Builds :math:`A = \sum_h t u^T` on the desk."""
+    A = torch.mul(desk.rows[0], desk.columns[0], out=desk.A)
+    for row, column in zip(desk.rows[1:], desk.columns[1:], strict=True):
+        A.addcmul_(row, column)
+    return A
+
+
+def take_off_weighted(P: Tensor, S: Tensor, desk: Desk) -> None:
+    """Subtracts P S from A, S being of each token or of all."""
+    for h in range(P.shape[1]):
+        desk.A.addcmul_(P[:, h, None, None], S[:, h].unsqueeze(-2), value=-1)
+
+
+def invert_all(desk: Desk) -> Tensor:
+    """log|det(I - A)|, leaving (I - A)^{-T} in the matrices of the desk."""
+    desk.matrices.zero_()
+    desk.by_pairs.copy_(desk.A)  # quicker than to build A there, where rows are short
+    return invert(desk.matrices)[1]
+
+
+def through_weights(P: Tensor, desk: Desk) -> tuple[Tensor, Tensor, Tensor]:
+    """P dP, t being a product with P, and the sums of P dt over keys and over queries. It changes t and dt."""
+    of_logits = desk.t.mul_(desk.dt_by_samples).sum(2).addcmul_(P, desk.dP, value=-1)
+    dt = desk.dt_by_samples.mul_(P.unsqueeze(2))
+    return of_logits, dt.sum(-1), dt.sum(-2)
+
+
+def through_logits(
+    dmean: Tensor, a: Tensor, of_logits: Tensor, g: Tensor, P: Tensor, z: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients after the logits, on the desk, and, but for a factor of 2 / s, after the tokens."""
+    desk = Desk.of(z, a.shape[2])
+    dlogits = desk.dP
+    torch.bmm(dmean.flatten(0, 1).mT, a.flatten(0, 1), out=dlogits.flatten(0, 1))
+    dlogits.mul_(P).addcmul_(of_logits, g)
+    dlogits.addcmul_(P, dlogits.sum(-1, keepdim=True), value=-1)
+    # Rows add up to zero. Where a token sees little but itself, its own entry would be nothing but rounding.
+    dlogits.diagonal(dim1=-2, dim2=-1).sub_(dlogits.sum(-1))
+    pairs = torch.add(dlogits, dlogits.mT, out=shaped(desk.t, dlogits.shape))
+    return dlogits, (z @ pairs).addcmul_(z, pairs.sum(-2, keepdim=True), value=-1)
+
+
+def by_samples(heads: Sequence[Tensor]) -> Tensor:
+    """What there is of each head as [batch, heads, ...]."""
+    return heads[0].unsqueeze(1) if len(heads) == 1 else torch.stack(list(heads), 1)
