@@ -107,10 +107,9 @@ def invert_by_series(
 ) -> tuple[Float[Tensor, "batch n n"], Float[Tensor, " batch"]] | None:
     r"""The transposed inverses of I - N and log|det(I - N)|, or None if they need too many terms.
 
-    With :math:`X = (I + N)(I + E)`, E the sum of the powers of :math:`N^2` up to the j-th, and :math:`t_k` the trace of
-    :math:`N^k`, the last traces come with the inverse,
-
-    .. math:: \operatorname{tr} X - n = t_1 + \dots + t_{2j+1}, \qquad \operatorname{tr} N X = t_1 + \dots + t_{2j+2}.
+    With :math:`t_k` the trace of :math:`N^k` and :math:`X = (I + N)(I + E)`, E being the sum of the powers of
+    :math:`N^2` up to the j-th, the last trace comes with the inverse: :math:`\operatorname{tr} N X` is
+    :math:`t_1 + \dots + t_{2j+2}`.
 
     The inverses are in `work`, three tensors like N: few enough to stay in the cache.
     """
@@ -119,27 +118,30 @@ def invert_by_series(
     size, length, eps = _largest_norm(square), _largest_norm(N), torch.finfo(N.dtype).eps
     if not size < (GRADIENT_DIGITS * eps) ** (1 / MAX_TERMS):  # or NaN
         return None
-    powers, first, value = square, trace(N), torch.zeros_like(N[:, 0, 0])  # E, transposed
     if size * length <= GRADIENT_DIGITS * eps:
-        value.add_(trace(square), alpha=1 / 2).add_(_inner(N, square, rooms[0]), alpha=1 / 3).add_(first)
+        value = trace(N).add_(trace(square), alpha=1 / 2).add_(_inner(N, square, rooms[0]), alpha=1 / 3)
         square.diagonal(dim1=-2, dim2=-1).add_(1)
         return torch.add(square, N.mT, out=rooms[0]), -value
-    num_powers, j = _num_powers(1, size**2, size, length, eps), 1
-    while j < num_powers:
+    num_powers = _num_powers(1, size**2, size, length, eps)
+    powers, first, j = square, trace(N), 1  # E, transposed
+    value = torch.zeros_like(first)
+    while True:
         # Each trace is divided by its exponent: what later sums have of it is weighted by the difference.
+        next_odd = 2 * j + (2 if j == num_powers else 3)
         value.add_(trace(powers), alpha=1 / (2 * j) - 1 / (2 * j + 2))
-        value.add_(_inner(N, powers, rooms[j % 2]), alpha=1 / (2 * j + 1) - 1 / (2 * j + 3))
+        value.add_(_inner(N, powers, rooms[j % 2]), alpha=1 / (2 * j + 1) - 1 / next_odd)
+        if j == num_powers:
+            break
         powers = torch.baddbmm(square, square, powers, out=rooms[j % 2])
         j += 1
         if j == 2 and num_powers > 2:  # a fourth power is often much smaller than the square of a square
             fourth = _largest_norm(torch.sub(powers, square, out=rooms[j % 2]))
             rests = ((2, fourth * size), (3, fourth**2))
             num_powers = min(num_powers, *(_num_powers(*rest, size, length, eps) for rest in rests))
-    value.add_(first, alpha=1 - 1 / (2 * j + 1)).add_(trace(powers), alpha=1 / (2 * j) - 1 / (2 * j + 1))
     powers.diagonal(dim1=-2, dim2=-1).add_(1)
     inverse = torch.baddbmm(powers, powers, N.mT, out=rooms[j % 2])
-    value.add_(trace(inverse).sub_(N.shape[-1]), alpha=1 / (2 * j + 1) - 1 / (2 * j + 2))
-    return inverse, -value.add_(_inner(N, inverse, powers), alpha=1 / (2 * j + 2))
+    last = 1 / (2 * j + 2)
+    return inverse, -value.add_(_inner(N, inverse, powers), alpha=last).add_(first, alpha=1 - last)
 
 
 def _num_powers(least: int, rest: float, size: float, length: float, eps: float) -> int:
