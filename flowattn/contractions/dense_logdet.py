@@ -125,7 +125,7 @@ def _logabsdet(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tens
     torch.sub(mean.unsqueeze(-1), a.unsqueeze(-2), out=desk.t).mul_(P.unsqueeze(2))
     torch.sub(b.unsqueeze(-1), b.unsqueeze(-2), out=desk.u)
     # A token's own block is minus the sum of its t u^T, since rows of t add up to zero.
-    own = torch.sub((desk.identity - K).unsqueeze(-1), multiply_out(desk).sum(-1))
+    own = torch.sub((desk.identity - K).unsqueeze(-1), multiply_out(desk) @ desk.ones)
     take_off_weighted(P, SK[None, ..., None], desk)
     desk.own.add_(own)
     logabsdet = invert_all(desk).sub_(_logabsdet_of(K), alpha=P.shape[-1])
@@ -139,7 +139,9 @@ def _logabsdet(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tens
         dz = (BR @ dab).add_(moved, alpha=steep)
         dBR = (z @ dab.mT).sum(0)
         dS = (g.view(1, -1) @ of_S.flatten(1)).view(of_S.shape[1:])
-        return dz, dBR[..., :features] - RK @ dS.mT, (dBR[..., features:] * steep - B @ dS) @ K.mT, dlogits
+        dB = torch.baddbmm(dBR[..., :features], RK, dS.mT, alpha=-1)
+        dRK = torch.baddbmm(dBR[..., features:], B, dS, beta=steep, alpha=-1)
+        return dz, dB, dRK @ K.mT, dlogits
 
     return mean, logabsdet, pull
 
@@ -174,5 +176,5 @@ def _reduced(P: Tensor, S: Tensor, desk: Desk) -> tuple[Tensor, ...]:
     for h in range(heads):
         torch.sum(torch.mul(G, desk.columns[h], out=desk.room), 2, out=desk.dt[h])
         du = torch.sum(torch.mul(G, desk.rows[h], out=desk.room), 1, out=desk.du)
-        dbs.append(du.sum(-1).sub_(du.sum(-2)))
+        dbs.append((du @ desk.ones).sub_(du.sum(-2)))
     return *through_weights(P, desk), dS, by_samples(dbs)

@@ -32,6 +32,8 @@ class Desk:
         self.own_by_pairs = self.by_pairs.diagonal(dim1=3, dim2=4)
         self.room = shaped(self.matrices, self.A.shape)
         self.identity = torch.eye(features, dtype=self.A.dtype, device=self.A.device)
+        #: A product with these is a sum over keys, in half the time of one.
+        self.ones = self.A.new_ones(tokens)
 
     @staticmethod
     def of(z: Tensor, features: int) -> Desk:
@@ -84,7 +86,7 @@ def through_weights(P: Tensor, desk: Desk) -> tuple[Tensor, Tensor, Tensor]:
     """P dP, t being a product with P, and the sums of P dt over keys and over queries. It changes t and dt."""
     of_logits = desk.t.mul_(desk.dt_by_samples).sum(2).addcmul_(P, desk.dP, value=-1)
     dt = desk.dt_by_samples.mul_(P.unsqueeze(2))
-    return of_logits, dt.sum(-1), dt.sum(-2)
+    return of_logits, dt @ desk.ones, dt.sum(-2)
 
 
 def through_logits(
