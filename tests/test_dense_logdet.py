@@ -57,6 +57,17 @@ def test_it_is_what_it_is_step_by_step(shape, each):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10 * other.abs().max().item())
 
 
+@pytest.mark.parametrize("common", [0.5, 4 / 3, -3.0])
+def test_what_tokens_have_in_common_may_be_anything(common):
+    """Of 4 / 3, in units of the identity, K would be singular."""
+    z, B, R = factors(heads=1, width=2, features=2)
+    with torch.no_grad():
+        B.copy_(common * torch.linalg.inv(R).mT)
+    assert torch.allclose(B.mT @ R, common * torch.eye(2, dtype=B.dtype))
+    found, expected = (value_and_gradients(f, (z, B, R)) for f in (attention_logabsdet, _step_by_step))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize(("R_ndim", "radius"), [(3, None), (5, 1.0)])
 def test_it_is_taken_by_dense_blocks_that_train(R_ndim, radius, monkeypatch):
     calls = []

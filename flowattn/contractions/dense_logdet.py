@@ -170,7 +170,7 @@ def _reduced(P: Tensor, S: Tensor, desk: Desk) -> tuple[Tensor, ...]:
     # A token's own block being minus the sum of its t u^T, these have the difference of their gradient and its own.
     G, of_own = torch.sub(desk.by_pairs, desk.own_by_pairs.unsqueeze(-1), out=desk.A), desk.own_by_pairs.sum(-1)
     flat = G.flatten(1, 2).flatten(2)
-    torch.matmul(S.flatten(1), flat, out=desk.dP.flatten(2))
+    torch.bmm(S.flatten(1).expand(len(P), -1, -1), flat, out=desk.dP.flatten(2))
     dS = torch.bmm(P.flatten(2), flat.mT).unflatten(2, (features, features)).add_(of_own.unsqueeze(1))
     dbs = []
     for h in range(heads):
