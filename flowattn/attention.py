@@ -23,11 +23,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowattn.checks import nothing_is_recorded
-from flowattn.diagonal_kernel import mean_and_blocks
-from flowattn.fused_l2 import centre_of, fused_l2_attention, queries_and_keys
-from flowattn.kernel import HIDDEN, dot_product_attention, softmax_weights
-from flowattn.pair_blocks import pair_blocks
-from flowattn.pair_kernel import is_worth_it, pair_attention
+from flowattn.kernels.diagonal import mean_and_blocks
+from flowattn.kernels.dot_products import HIDDEN, dot_product_attention, softmax_weights
+from flowattn.kernels.fused_l2 import centre_of, fused_l2_attention, queries_and_keys
+from flowattn.kernels.pair_blocks import pair_blocks
+from flowattn.kernels.pairs import is_worth_it, pair_attention
 
 __all__ = [
     "HIDDEN",

@@ -6,7 +6,7 @@ import jaxtyping
 import pytest
 import torch
 
-MATHS = ("kernel", "fused_l2", "diagonal_kernel", "pair_kernel", "attention", "lipschitz")
+MATHS = ("kernels.dot_products", "kernels.fused_l2", "kernels.diagonal", "kernels.pairs", "attention", "lipschitz")
 jaxtyping.install_import_hook([f"flowattn.{name}" for name in MATHS], "beartype.beartype")
 
 if "PYTEST_XDIST_WORKER" in os.environ:

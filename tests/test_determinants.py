@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from flowattn import determinants
-from flowattn.determinants import invert, invert_by_elimination, invert_by_series, logabsdet_plus_identity
+from flowattn.kernels import determinants
+from flowattn.kernels.determinants import invert, invert_by_elimination, invert_by_series, logabsdet_plus_identity
 
 
 def matrices(size, *, batch=20, n=12, symmetric=False, dtype=torch.float64):

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from flowattn import diagonal_kernel
-from flowattn.diagonal_kernel import ROWS, mean_and_blocks
-from flowattn.kernel import HIDDEN
+from flowattn.kernels import diagonal_desk
+from flowattn.kernels.diagonal import ROWS, mean_and_blocks
+from flowattn.kernels.dot_products import HIDDEN
 
 
 def formula(z, bias=None, causal=False):
@@ -57,7 +57,7 @@ BIASES = {
 @pytest.mark.parametrize("make_bias", BIASES.values(), ids=BIASES.keys())
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_and_gradients_are_those_of_the_formula(shape, make_bias, causal, at_a_time, monkeypatch):
-    monkeypatch.setattr(diagonal_kernel, "small_enough_for_the_cache", lambda like: at_a_time)
+    monkeypatch.setattr(diagonal_desk, "small_enough_for_the_cache", lambda like: at_a_time)
     given = tokens(*shape), make_bias(*shape)
     weights = torch.randn(shape, dtype=torch.float64), torch.randn(*shape, shape[-1], dtype=torch.float64)
     got = gradients(lambda *a: mean_and_blocks(*a, causal=causal), given, weights)

@@ -10,13 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "flowattn"
 
 CORE = [
     "checks",
-    "scratch",
-    "kernel",
-    "fused_l2",
-    "determinants",
-    "diagonal_kernel",
-    "pair_blocks",
-    "pair_kernel",
+    "kernels",
     "attention",
     "lipschitz",
     "contractions",

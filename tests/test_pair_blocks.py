@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowattn.pair_blocks import pair_blocks
+from flowattn.kernels.pair_blocks import pair_blocks
 
 
 def factors(heads=2, tokens=3, each=True, out=2, features=4, batch=2):

@@ -7,7 +7,7 @@ import torch
 
 from flowattn import attention
 from flowattn.attention import attention_weights, l2_attention
-from flowattn.pair_kernel import AT_A_TIME, _block_size, is_worth_it, pair_attention
+from flowattn.kernels.pairs import AT_A_TIME, _block_size, is_worth_it, pair_attention
 
 
 def formula(z):

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flowattn import scratch
 from flowattn.contractions import L2SelfAttention
+from flowattn.kernels import scratch
+from flowattn.kernels.pairs import pair_attention
+from flowattn.kernels.scratch import Scratch, as_they_are
 from flowattn.logdet import ExactLogDet
-from flowattn.pair_kernel import pair_attention
-from flowattn.scratch import Scratch, as_they_are
 
 LIKE = torch.zeros(1)
 

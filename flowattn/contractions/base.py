@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flowattn.checks import check_context, check_finite, check_mask, check_tokens, without_autocast
 from flowattn.contractions.blocks import DenseBlocks, TokenBlocks
-from flowattn.determinants import logabsdet_of_blocks
+from flowattn.kernels.determinants import logabsdet_of_blocks
 from flowattn.lipschitz.norms import Norm, check_norm
 from flowattn.lipschitz.spectral import at_least_single
 

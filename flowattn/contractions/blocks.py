@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowattn.checks import without_autocast
 from flowattn.contractions.head_logdet import head_logabsdet
-from flowattn.determinants import logabsdet_plus_identity
+from flowattn.kernels.determinants import logabsdet_plus_identity
 
 
 class TokenBlocks(ABC):

@@ -39,8 +39,8 @@ from flowattn.contractions.pair_desk import (
     through_weights,
     weights,
 )
-from flowattn.determinants import logabsdet_of_blocks, precise
-from flowattn.fused_l2 import centre_of
+from flowattn.kernels.determinants import logabsdet_of_blocks, precise
+from flowattn.kernels.fused_l2 import centre_of
 
 Pull = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 

@@ -8,7 +8,7 @@ mean over a stretch of them and :math:`A = I + \bar C K`,
 .. math:: I + C_i K = (I - N_i) A, \qquad N_i = (\bar C - C_i) K A^{-1},
 
 so A is eliminated once per stretch, and every :math:`N_i` is small, trained or not: a case for the series of
-`flowattn.determinants`. A stretch whose tokens differ too much is eliminated token by token.
+`flowattn.kernels.determinants`. A stretch whose tokens differ too much is eliminated token by token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flowattn.checks import nothing_is_recorded
-from flowattn.determinants import (
+from flowattn.kernels.determinants import (
     invert_by_elimination,
     invert_by_series,
     logabsdet_plus_identity,
@@ -28,7 +28,7 @@ from flowattn.determinants import (
     small_enough_for_the_cache,
     trace,
 )
-from flowattn.scratch import Scratch, as_they_are
+from flowattn.kernels.scratch import Scratch, as_they_are
 
 _scratch = Scratch(as_they_are)
 

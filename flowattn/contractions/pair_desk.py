@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flowattn.determinants import invert
-from flowattn.scratch import Scratch, shaped
+from flowattn.kernels.determinants import invert
+from flowattn.kernels.scratch import Scratch, shaped
 
 
 class Desk:

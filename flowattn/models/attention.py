@@ -16,7 +16,7 @@ from flowattn.attention import dot_product_attention, l2_attention_last
 from flowattn.checks import check_choice
 from flowattn.contractions import L2SelfAttention
 from flowattn.contractions.position import PositionBias
-from flowattn.kernel import softmax_weights
+from flowattn.kernels.dot_products import softmax_weights
 from flowattn.lipschitz import published_infinity_bound
 
 Position = Literal["absolute", "relative", "both"]

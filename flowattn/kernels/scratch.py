@@ -24,7 +24,7 @@ KEPT = 2**22
 ALIGNED = 16
 
 
-Desk = TypeVar("Desk")
+Layout = TypeVar("Layout")
 
 
 def as_they_are(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -32,7 +32,7 @@ def as_they_are(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
-class Scratch(threading.local, Generic[Desk]):
+class Scratch(threading.local, Generic[Layout]):
     """Gives out tensors whose contents are whatever was there, good until the next call. Each thread has its own.
 
     Memory is kept on CPU only; elsewhere torch keeps it.
@@ -46,12 +46,12 @@ class Scratch(threading.local, Generic[Desk]):
         [torch.Size([2, 3]), torch.Size([4])]
     """
 
-    def __init__(self, lay_out: Callable[..., Desk]) -> None:
+    def __init__(self, lay_out: Callable[..., Layout]) -> None:
         self.lay_out = lay_out
         self.kept: dict[torch.dtype, Tensor] = {}
-        self.last: tuple[Any, Desk] | None = None
+        self.last: tuple[Any, Layout] | None = None
 
-    def __call__(self, like: Tensor, *shapes: tuple[int, ...]) -> Desk:
+    def __call__(self, like: Tensor, *shapes: tuple[int, ...]) -> Layout:
         """Tensors of these shapes, of the type and on the device of the one that is given."""
         if like.device.type != "cpu" or not can_look(like) or is_traced():
             return self.lay_out(*(like.new_empty(shape) for shape in shapes))
@@ -61,8 +61,9 @@ class Scratch(threading.local, Generic[Desk]):
         self.last = None
         sizes = [math.prod(shape) for shape in shapes]
         *starts, total = itertools.accumulate((ALIGNED * math.ceil(size / ALIGNED) for size in sizes), initial=0)
-        memory, places = self._memory(total, like.dtype), zip(starts, sizes, shapes, strict=True)
-        found = self.lay_out(*(memory[start : start + size].view(shape) for start, size, shape in places))
+        with torch.inference_mode(False):  # or it could not be written to outside
+            memory, places = self._memory(total, like.dtype), zip(starts, sizes, shapes, strict=True)
+            found = self.lay_out(*(memory[start : start + size].view(shape) for start, size, shape in places))
         if total <= KEPT:
             self.last = wanted, found
         return found
@@ -71,8 +72,7 @@ class Scratch(threading.local, Generic[Desk]):
         if dtype in self.kept and len(self.kept[dtype]) >= size:
             return self.kept[dtype]
         self.kept.pop(dtype, None)  # before there is more
-        with torch.inference_mode(False):  # or it could not be written to outside
-            memory = torch.empty(size, dtype=dtype, device="cpu")
+        memory = torch.empty(size, dtype=dtype, device="cpu")
         if size <= KEPT:
             self.kept[dtype] = memory
         return memory

@@ -10,24 +10,21 @@ Tokens come last in here, [heads, width, tokens], but for C and its gradient.
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowattn.checks import can_look, in_forward_mode, is_traced
-from flowattn.determinants import small_enough_for_the_cache
-from flowattn.fused_l2 import queries_and_keys
-from flowattn.kernel import HIDDEN, softmax_weights
-from flowattn.scratch import Scratch, as_they_are, shaped
+from flowattn.checks import can_look, in_forward_mode
+from flowattn.kernels.diagonal_desk import Desk, samples
+from flowattn.kernels.dot_products import HIDDEN, softmax_weights
+from flowattn.kernels.fused_l2 import queries_and_keys
+from flowattn.kernels.scratch import shaped
 
 #: Under a causal mask so many rows are computed at a time, so that little is computed of what nobody sees.
 ROWS = 64
-
-_scratch = Scratch(as_they_are)
 
 MeanAndBlocks = tuple[Float[Tensor, "*batch tokens width"], Float[Tensor, "*batch tokens width width"]]
 
@@ -83,6 +80,10 @@ def _parts(tokens: int, causal: bool) -> list[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, max(1, size))]
 
 
+def _longest(parts: list[slice]) -> int:
+    return max((rows.stop - rows.start for rows in parts), default=0)
+
+
 def _part(bias: Tensor, rows: slice) -> Tensor:
     """The bias of these rows, and of all tokens that they may see."""
     return bias[..., rows if bias.shape[-2] > 1 else slice(None), : rows.stop]
@@ -94,8 +95,9 @@ class _MeanAndBlocks(torch.autograd.Function):
         rows = _parts(z.shape[2], causal)
         m, C = torch.empty_like(z.mT, memory_format=torch.contiguous_format), z.new_empty(*z.shape, z.shape[-1])
         weights = [z.new_empty(*z.shape[:2], r.stop - r.start, r.stop) for r in rows] if keep else []
-        for some in _samples(z, rows):
-            desk = _Desk.of(z[some], rows)
+        longest = _longest(rows)
+        for some in samples(z, longest):
+            desk = Desk.of(z[some], longest)
             part = bias if bias is None or len(bias) == 1 else bias[some]
             for k, r in enumerate(rows):
                 kept = weights[k][some].flatten(0, 1) if keep else None
@@ -115,8 +117,9 @@ class _MeanAndBlocks(torch.autograd.Function):
         rows = _parts(z.shape[2], ctx.causal)
         dz = torch.empty_like(m)
         dbias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[1] else None
-        for some in _samples(z, rows):
-            desk = _Desk.of(z[some], rows)
+        longest = _longest(rows)
+        for some in samples(z, longest):
+            desk = Desk.of(z[some], longest)
             desk.dkeys.zero_()
             desk.dv.zero_()
             for r, P in zip(rows, weights, strict=True):
@@ -128,104 +131,8 @@ class _MeanAndBlocks(torch.autograd.Function):
         return dz.mT, dbias, None, None
 
 
-def _samples(z: Tensor, rows: list[slice]) -> list[slice]:
-    """As many samples at a time as there is memory to keep for."""
-    one = sum(map(math.prod, _rooms((1, *z.shape[1:]), rows)))
-    count = max(1, 8 * small_enough_for_the_cache(z) // max(1, one))
-    return [slice(start, start + count) for start in range(0, len(z), count)]
-
-
-class _Tables(NamedTuple):
-    """Where products come from and go to."""
-
-    a: Tensor  # the two features of each product, each pair once
-    b: Tensor
-    to_a: Tensor  # [d, products], zeros and ones
-    to_b: Tensor
-    entries: Tensor  # which value is each entry of a block
-    above: Tensor  # which two entries of a block, or one, are each product
-    below: Tensor
-    share: Tensor  # [products, 1], 2 / s for two of them and 1 / s for one
-
-
-def _tables(width: int, dtype: torch.dtype, device: torch.device) -> _Tables:
-    a, b = torch.triu_indices(width, width, device=device)
-    identity = torch.eye(width, dtype=dtype, device=device)
-    above, below = width * a + b, width * b + a
-    entries = torch.empty(width**2, dtype=torch.long, device=device)
-    entries[above] = entries[below] = torch.arange(width, width + len(a), device=device)
-    share = (2 - identity[a, b]).unsqueeze(-1) / math.sqrt(width)
-    return _Tables(a, b, identity[:, a], identity[:, b], entries, above, below, share)
-
-
-@functools.lru_cache(maxsize=64)
-def _known_tables(width: int, dtype: torch.dtype, device: torch.device) -> _Tables:
-    with torch.inference_mode(False):
-        return _tables(width, dtype, device)
-
-
-def _rooms(shape: tuple[int, ...], rows: list[slice]) -> list[tuple[int, ...]]:
-    """The shapes of the rooms of a desk, for z of a shape."""
-    batch, heads, tokens, width = shape
-    g, n, products = batch * heads, max((r.stop - r.start for r in rows), default=0), width * (width + 1) // 2
-    of_tokens = (width + 1, width + 1, width + products, products, products, width, width + 1, *[width + products] * 2)
-    of_rows = (tokens, width + products, width, width**2)
-    return [*((g, count, tokens) for count in of_tokens), *((g, count, n) for count in of_rows)]
-
-
-class _Desk(NamedTuple):
-    """Room for what there is of a few samples, g heads in a row. The next ones have it in the same memory."""
-
-    tables: _Tables
-    near: Tensor  # z and a row of ones
-    keys: Tensor  # 2 / s z and -|z|^2 / s: logits are inner products of those and these
-    v: Tensor  # the values: z and products
-    a: Tensor  # factors of products
-    b: Tensor
-    dz: Tensor
-    dkeys: Tensor
-    dv: Tensor
-    dv_of_rows: Tensor
-    logits: Tensor
-    average: Tensor
-    dmean: Tensor
-    blocks: Tensor
-
-    @classmethod
-    def of(cls, z: Tensor, rows: list[slice]) -> _Desk:
-        """With the tokens laid out."""
-        width, s = z.shape[-1], math.sqrt(z.shape[-1])
-        tables = (_tables if is_traced() else _known_tables)(width, z.dtype, z.device)
-        desk = cls(tables, *_scratch(z, *_rooms(tuple(z.shape), rows)))
-        near, keys = desk.near[:, :width], desk.keys[:, :width]
-        near.view(z.mT.shape).copy_(z.mT)
-        desk.near[:, width].fill_(1)
-        torch.sum(torch.mul(near, near, out=keys), 1, out=desk.keys[:, width]).mul_(-1 / s)
-        torch.mul(near, 2 / s, out=keys)
-        desk.v[:, :width].copy_(near)
-        torch.mul(*desk.factors(desk.near), out=desk.v[:, width:])
-        return desk
-
-    def select(self, rows: Tensor, *which: Tensor) -> tuple[Tensor, Tensor]:
-        """Two choices among the rows of [g, rows, n], one for each product."""
-        shape = (len(rows), len(which[0]), rows.shape[2])
-        rooms = (shaped(room, shape) for room in (self.a, self.b))
-        one, other = (torch.index_select(rows, 1, some, out=room) for some, room in zip(which, rooms, strict=True))
-        return one, other
-
-    def factors(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of the products of z, which is the first d rows of what is given: all are in one piece of memory."""
-        return self.select(z, self.tables.a, self.tables.b)
-
-    def pull_products(self, z: Tensor, g: Tensor, out: Tensor) -> Tensor:
-        """Adds to `out` the gradient after z, given that after its products."""
-        a, b = self.factors(z)
-        out.baddbmm_(self.tables.to_a.expand(len(z), -1, -1), b.mul_(g))
-        return out.baddbmm_(self.tables.to_b.expand(len(z), -1, -1), a.mul_(g))
-
-
 def _average(
-    desk: _Desk, rows: slice, bias: Tensor | None, causal: bool, kept: Tensor | None, m: Tensor, C: Tensor
+    desk: Desk, rows: slice, bias: Tensor | None, causal: bool, kept: Tensor | None, m: Tensor, C: Tensor
 ) -> None:
     """Fills in these rows of m and C, and their weights if these are to be kept."""
     batch, heads, width, _ = m.shape
@@ -240,21 +147,21 @@ def _average(
     mean, products = average.tensor_split([width], 1)
     m[..., rows] = mean.view(batch, heads, width, n)
     # A token that sees itself alone has exactly no covariance, its products being rounded but once.
-    a, b = desk.factors(average)
-    products.sub_(a.mul_(b)).mul_(2 / math.sqrt(width))
-    blocks = torch.index_select(average, 1, desk.tables.entries, out=shaped(desk.blocks, (g, width**2, n)))
+    one, other = desk.select(average, desk.factors)
+    products.sub_(one.mul_(other)).mul_(2 / math.sqrt(width))
+    blocks = torch.index_select(average, 1, desk.values, out=shaped(desk.blocks, (g, width**2, n)))
     blocks[:, :: width + 1].add_(P.diagonal(rows.start, dim1=-2, dim2=-1).unsqueeze(1))
     C.flatten(3)[:, :, rows] = blocks.mT.view(batch, heads, n, -1)
 
 
-def _pull(desk: _Desk, rows: slice, P: Tensor, m: Tensor, g_m: Tensor, g_C: Tensor) -> Tensor:
+def _pull(desk: Desk, rows: slice, P: Tensor, m: Tensor, g_m: Tensor, g_C: Tensor) -> Tensor:
     """Adds to the gradients of keys and values, fills in that of these queries, and gives that of the logits."""
     batch, heads, width, _ = m.shape
     g, n, seen = batch * heads, rows.stop - rows.start, slice(rows.stop)
     blocks, daverage = shaped(desk.blocks, (g, width**2, n)), shaped(desk.average, (g, desk.v.shape[1], n))
     blocks.view(batch, heads, -1, n).copy_(g_C.flatten(3)[:, :, rows].mT)
-    above, below = desk.select(blocks, desk.tables.above, desk.tables.below)
-    torch.mul(above.add_(below), desk.tables.share, out=daverage[:, width:])
+    one, other = desk.select(blocks, desk.entries)
+    torch.mul(one.add_(other), desk.share, out=daverage[:, width:])
     dmean, mean = shaped(desk.dmean, (g, width, n)).zero_(), m[..., rows].reshape(g, width, n)
     desk.pull_products(mean, daverage[:, width:], out=dmean)
     torch.sub(g_m[..., rows].reshape(g, width, n), dmean, out=daverage[:, :width])
@@ -271,7 +178,7 @@ def _pull(desk: _Desk, rows: slice, P: Tensor, m: Tensor, g_m: Tensor, g_C: Tens
     return dlogits
 
 
-def _to_tokens(desk: _Desk) -> Tensor:
+def _to_tokens(desk: Desk) -> Tensor:
     """The gradient after the tokens from those after queries, keys and values."""
     width = desk.dz.shape[1]
     steep = 2 / math.sqrt(width)

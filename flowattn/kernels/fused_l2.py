@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowattn.checks import can_look, in_forward_mode
-from flowattn.kernel import attention_gradients, dot_product_attention, fused, has_digits, one_bias
+from flowattn.kernels.dot_products import attention_gradients, dot_product_attention, fused, has_digits, one_bias
 
 
 def fused_l2_attention(

@@ -25,8 +25,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowattn.checks import can_look, in_forward_mode
-from flowattn.fused_l2 import fused_l2_attention
-from flowattn.scratch import Scratch, as_they_are, shaped
+from flowattn.kernels.fused_l2 import fused_l2_attention
+from flowattn.kernels.scratch import Scratch, as_they_are, shaped
 
 #: How many weights to compute at a time, so that they stay in the cache.
 AT_A_TIME = 2**19

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowattn.checks import nothing_is_recorded
-from flowattn.scratch import Scratch, as_they_are
+from flowattn.kernels.scratch import Scratch, as_they_are
 
 #: More terms of the series than this take as long as elimination.
 MAX_TERMS = 10
