@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from flowattn.contractions import L2SelfAttention
 from flowattn.contractions.dense_logdet import _AttentionLogAbsDet, _step_by_step, attention_logabsdet
@@ -107,6 +108,19 @@ def test_a_second_pass_backwards_finds_what_the_first_found(each):
 
 
 @each_kind
+@pytest.mark.parametrize("bias", [(4,), (2, 4), (3, 2, 4)], ids=str)
+def test_checkpoints_change_no_gradient(bias, each):
+    given = factors(bias=bias, each=each)
+
+    def gradients(function):
+        value, logabsdet = function(*given)
+        return torch.autograd.grad(logabsdet.sum() - 0.5 * value.square().sum(), given)
+
+    found = gradients(lambda *given: checkpoint(attention_logabsdet, *given, use_reentrant=False))
+    torch.testing.assert_close(found, gradients(attention_logabsdet))
+
+
+@each_kind
 def test_many_gradients_at_a_time_are_those_one_by_one(each):
     z, B, R = factors(each=each)
     logabsdet = attention_logabsdet(z, B, R)[1]
@@ -150,6 +164,21 @@ def test_single_precision_keeps_its_digits(size, offset, radius, tolerance):
     double = gradient(f.double(), x.double())
     for one, other in zip(single, double, strict=True):
         assert (one - other).abs().max() < tolerance * other.abs().max()
+
+
+@pytest.mark.parametrize(("num_tokens", "features"), [(90, 2), (64, 2), (250, 1)])
+def test_tokens_that_are_all_alike_keep_their_digits_in_single_precision(num_tokens, features):
+    f, x = L2SelfAttention(features, 1, coefficient=None), 0.01 * torch.randn(8, num_tokens, features)
+    with torch.no_grad():
+        f.W.mul_(0.3)
+        f.B.mul_(0.3)
+
+    def found(f, x):
+        logabsdet = f.forward_and_logabsdet(x)[1]
+        return [logabsdet, *torch.autograd.grad(logabsdet.sum(), (f.W, f.B))]
+
+    for one, other in zip(found(f, x), found(copy.deepcopy(f).double(), x.double()), strict=True):
+        assert (one - other).norm() < 3e-5 * other.norm()
 
 
 @pytest.mark.parametrize("lift", [None, 8])

@@ -52,11 +52,12 @@ BIASES = {
 }
 
 
-@pytest.mark.parametrize("at_a_time", [1, 2**19], ids=["one by one", "all at once"])
+@pytest.mark.parametrize("at_a_time", [1, 2**22], ids=["one by one", "all at once"])
 @pytest.mark.parametrize("causal", [False, True], ids=["sees all", "causal"])
 @pytest.mark.parametrize("make_bias", BIASES.values(), ids=BIASES.keys())
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_and_gradients_are_those_of_the_formula(shape, make_bias, causal, at_a_time, monkeypatch):
+    monkeypatch.setattr(diagonal_desk, "KEPT", at_a_time)
     monkeypatch.setattr(diagonal_desk, "small_enough_for_the_cache", lambda like: at_a_time)
     given = tokens(*shape), make_bias(*shape)
     weights = torch.randn(shape, dtype=torch.float64), torch.randn(*shape, shape[-1], dtype=torch.float64)
@@ -137,10 +138,23 @@ def test_tokens_need_not_be_contiguous_and_are_not_changed():
     assert torch.equal(z, before)
 
 
-def test_an_empty_batch_comes_back_empty():
-    z = tokens(0, 2, 5, 3)
-    weights = torch.empty(0, 2, 5, 3, dtype=torch.float64), torch.empty(0, 2, 5, 3, 3, dtype=torch.float64)
-    assert [t.shape[0] for t in gradients(mean_and_blocks, (z,), weights)] == [0, 0, 0]
+@pytest.mark.parametrize("causal", [False, True], ids=["sees all", "causal"])
+@pytest.mark.parametrize("shape", [(0, 2, 5, 3), (2, 2, 0, 3), (0, 5, 3), (2, 0, 3)], ids=str)
+def test_what_is_empty_comes_back_empty(shape, causal):
+    given, weights = (tokens(*shape),), [torch.empty(shape), torch.empty(*shape, 3)]
+    m, C, dz = gradients(lambda z: mean_and_blocks(z, causal=causal), given, weights)
+    assert m.shape == dz.shape == shape
+    assert C.shape == (*shape, 3)
+
+
+def test_one_graph_serves_every_length_when_compiled(without_shape_checks):
+    torch.compiler.reset()
+    graphs = []
+    compiled = torch.compile(mean_and_blocks, backend=lambda graph, _: graphs.append(graph) or graph, dynamic=True)
+    for num_tokens in range(5, 9):
+        z = torch.randn(1, 2, num_tokens, 3)
+        torch.testing.assert_close(compiled(z), mean_and_blocks(z))
+    assert len(graphs) == 1
 
 
 def test_a_token_far_from_all_others_has_exactly_no_covariance():

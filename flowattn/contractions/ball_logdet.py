@@ -3,7 +3,7 @@ r"""The dense log-determinant of attention whose tokens are mapped into a ball, 
 .. math:: S_j = B^T R_j, \qquad b_{ij} = \tfrac2s R_j^T z_i, \qquad u_{ij} = b_{ij} - b_{jj}, \qquad
     \text{own}_i = \sum_l t_{il} b_{li}^T = \tfrac2s \tau_i R_i, \quad \tau_i = \sum_l t_{il} z_l^T
 
-in place of what `dense_logdet` has, which says the rest.
+in place of what `dense_logdet` has, which says the rest. There is no K: S is another one for each token, too.
 """
 
 from __future__ import annotations

@@ -8,12 +8,13 @@ of log|det(I + J)| after J is :math:`G = (I + J)^{-T}`, which comes with the val
 reduced to gradients after P, t, S and b, all far smaller; backward takes those to the tokens and weights. Recorded step
 by step the same takes a third longer.
 
-Rows of P sum to 1, so the eigenvalues of J lie about those of S and zero. A matrix K that is the same for all tokens
-brings :math:`I + J` nearer to the identity, where series need fewer terms:
+Rows of P sum to 1, and the more a token sees of itself, the nearer J is to S for every token. A matrix K that is the
+same for all of them then brings :math:`I + J` nearer to the identity, where series need fewer terms:
 
 .. math:: \det(I + J) = \det\bigl((I + J) (I \otimes K)\bigr) / \det(K)^N, \qquad K = I - \tfrac34 \sum_h S.
 
-Its product with J has :math:`W^T K` in place of :math:`W^T`.
+Its product with J has :math:`W^T K` in place of :math:`W^T`. Where tokens see little of themselves, or S is large, K is
+the identity.
 """
 
 from __future__ import annotations
@@ -46,8 +47,12 @@ Pull = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 Found = tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]
 
-#: How much of S is taken off by K. Tokens near each other want less, tokens that see little but themselves all of it.
+#: How much of S is taken off by K.
 SHARE = 0.75
+
+#: How much of themselves tokens must see on average. Where they are all alike K does not help, and what it adds to each
+#: of them, to be taken off again, costs digits.
+LEAST_OWN = 0.1
 
 
 def attention_logabsdet(
@@ -91,13 +96,13 @@ class _AttentionLogAbsDet(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_value: Tensor, g: Tensor) -> Any:
+        given = ctx.saved_tensors  # now, since a checkpoint runs forward here, at the same desk
         if torch.is_grad_enabled() or not can_look(g_value, g):
-            return _differentiable(ctx.saved_tensors, g_value, g)
+            return _differentiable(given, g_value, g)
         dz, dB, dR, dlogits = ctx.pull(g_value, g.neg().view(-1, 1, 1, 1))
         dB += ctx.centre.squeeze(2).movedim(0, -1) @ g_value.sum(1)
-        bias = ctx.saved_tensors[3]
         # The sum is the gradient itself, in memory of the desk, if there is nothing to sum up.
-        return dz.mT, dB, dR, dlogits.sum_to_size(bias.shape).clone() if ctx.needs_input_grad[3] else None
+        return dz.mT, dB, dR, dlogits.sum_to_size(given[3].shape).clone() if ctx.needs_input_grad[3] else None
 
 
 def _value(mean: Tensor, centre: Tensor, B: Tensor) -> Tensor:
@@ -117,7 +122,7 @@ def _logabsdet(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tens
     _, width, features = B.shape
     steep, desk = 2 / math.sqrt(width), Desk.of(z, features)
     S = B.mT @ R
-    K = _common_factor(S, desk.identity)
+    K = _common_factor(S, P, desk.identity)
     RK, SK = R @ K, S @ K
     BR = torch.cat([B, RK * steep], -1)
     a, b = (BR.mT @ z).split(features, 2)
@@ -146,11 +151,12 @@ def _logabsdet(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tens
     return mean, logabsdet, pull
 
 
-def _common_factor(S: Tensor, identity: Tensor) -> Tensor:
-    """K, or the identity where K might lose digits, as it cannot for a contraction of few features."""
-    total = S.sum(0)
-    share = SHARE if torch.linalg.vector_norm(total).item() < 1 else 0.0  # nor for what is not a number
-    return torch.sub(identity, total, alpha=share)
+def _common_factor(S: Tensor, P: Tensor, identity: Tensor) -> Tensor:
+    """K, or the identity where K would not help or might lose digits."""
+    total, own = S.sum(0), P.diagonal(dim1=-2, dim2=-1).mean()
+    # Not for what is not a number either.
+    is_worth_it = own.item() > LEAST_OWN and torch.linalg.vector_norm(total).item() < 1
+    return torch.sub(identity, total, alpha=SHARE if is_worth_it else 0.0)
 
 
 def _logabsdet_of(K: Tensor) -> Tensor:
@@ -167,11 +173,11 @@ def _reduced(P: Tensor, S: Tensor, desk: Desk) -> tuple[Tensor, ...]:
     a; dS; and db.
     """
     heads, features = S.shape[:2]
+    G, flat = desk.A.copy_(desk.by_pairs), desk.A.flatten(1, 2).flatten(2)
+    dS = torch.bmm(P.flatten(2), flat.mT).unflatten(2, (features, features))
     # A token's own block being minus the sum of its t u^T, these have the difference of their gradient and its own.
-    G, of_own = torch.sub(desk.by_pairs, desk.own_by_pairs.unsqueeze(-1), out=desk.A), desk.own_by_pairs.sum(-1)
-    flat = G.flatten(1, 2).flatten(2)
+    G.sub_(desk.own_by_pairs.unsqueeze(-1))
     torch.bmm(S.flatten(1).expand(len(P), -1, -1), flat, out=desk.dP.flatten(2))
-    dS = torch.bmm(P.flatten(2), flat.mT).unflatten(2, (features, features)).add_(of_own.unsqueeze(1))
     dbs = []
     for h in range(heads):
         torch.sum(torch.mul(G, desk.columns[h], out=desk.room), 2, out=desk.dt[h])

@@ -18,11 +18,11 @@ from torch import Tensor
 from flowattn.checks import nothing_is_recorded
 from flowattn.kernels.scratch import Scratch, as_they_are
 
-#: More terms of the series than this take as long as elimination.
-MAX_TERMS = 10
+#: More products of matrices than this take as long as elimination.
+MAX_PRODUCTS = 10
 
-#: Inverses, which are gradients, are exact up to so many units of the precision.
-GRADIENT_DIGITS = 128
+#: Inverses, which are gradients, are as exact as so many units of the precision times their own size.
+UNITS = 128
 
 #: Fewer numbers than this are eliminated before the terms are called.
 MANY = 2**14
@@ -105,7 +105,7 @@ def invert(N: Float[Tensor, "batch n n"]) -> tuple[Float[Tensor, "batch n n"], F
 def invert_by_series(
     N: Float[Tensor, "batch n n"], work: Iterable[Float[Tensor, "batch n n"]]
 ) -> tuple[Float[Tensor, "batch n n"], Float[Tensor, " batch"]] | None:
-    r"""The transposed inverses of I - N and log|det(I - N)|, or None if they need too many terms.
+    r"""The transposed inverses of I - N and log|det(I - N)|, or None if they need too many products.
 
     With :math:`t_k` the trace of :math:`N^k` and :math:`X = (I + N)(I + E)`, E being the sum of the powers of
     :math:`N^2` up to the j-th, the last trace comes with the inverse: :math:`\operatorname{tr} N X` is
@@ -116,13 +116,15 @@ def invert_by_series(
     square, *rooms = work
     torch.bmm(N.mT, N.mT, out=square)
     size, length, eps = _largest_norm(square), _largest_norm(N), torch.finfo(N.dtype).eps
-    if not size < (GRADIENT_DIGITS * eps) ** (1 / MAX_TERMS):  # or NaN
+    if not size < (UNITS * eps) ** (1 / MAX_PRODUCTS):  # or NaN
         return None
-    if size * length <= GRADIENT_DIGITS * eps:
+    if size * length <= UNITS * eps:
         value = trace(N).add_(trace(square), alpha=1 / 2).add_(_inner(N, square, rooms[0]), alpha=1 / 3)
         square.diagonal(dim1=-2, dim2=-1).add_(1)
         return torch.add(square, N.mT, out=rooms[0]), -value
     num_powers = _num_powers(1, size**2, size, length, eps)
+    if num_powers >= MAX_PRODUCTS:
+        return None
     powers, first, j = square, trace(N), 1  # E, transposed
     value = torch.zeros_like(first)
     while True:
@@ -150,7 +152,7 @@ def _num_powers(least: int, rest: float, size: float, length: float, eps: float)
     A gradient needs fewer digits than a value, which is summed over all tokens.
     """
     num_powers = least
-    while rest > GRADIENT_DIGITS * eps or length * rest > 8 * (2 * num_powers + 3) * eps:
+    while rest > UNITS * eps or length * rest > 8 * (2 * num_powers + 3) * eps:
         num_powers, rest = num_powers + 1, rest * size
     return num_powers
 

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowattn.checks import can_look, in_forward_mode
-from flowattn.kernels.diagonal_desk import Desk, samples
+from flowattn.kernels.diagonal_desk import Desk, samples, to_factors
 from flowattn.kernels.dot_products import HIDDEN, softmax_weights
 from flowattn.kernels.fused_l2 import queries_and_keys
 from flowattn.kernels.scratch import shaped
@@ -61,27 +61,31 @@ def _step_by_step(z: Tensor, bias: Tensor | None, causal: bool) -> MeanAndBlocks
     """For derivatives of every order."""
     tokens, width = z.shape[-2:]
     queries, keys = queries_and_keys(z)
-    values = torch.cat([z, (z.unsqueeze(-1) * z.unsqueeze(-2)).flatten(-2)], -1)
+    to_one, to_other = to_factors(width, z)
+    values = torch.cat([z, (z @ to_one) * (z @ to_other)], -1)
     averages, own = [], []
     for rows in _parts(tokens, causal):
         seen, part = slice(rows.stop), bias if bias is None else _part(bias, rows)
         P = softmax_weights(queries[..., rows, :], keys[..., seen, :], part, causal)
         averages.append(P @ values[..., seen, :])
         own.append(P.diagonal(rows.start, dim1=-2, dim2=-1))
-    m, second = torch.cat(averages, -2).tensor_split([width], -1)
-    covariance = second.unflatten(-1, (width, width)) - m.unsqueeze(-1) * m.unsqueeze(-2)
+    m, products = torch.cat(averages, -2).tensor_split([width], -1)
+    both = to_one.unsqueeze(1) * to_other
+    entries = torch.maximum(both, both.transpose(0, 1)).flatten(0, 1)  # which product is each entry of a block
+    covariance = (products @ entries.mT).unflatten(-1, (width, width)) - m.unsqueeze(-1) * m.unsqueeze(-2)
     straight = torch.cat(own, -1).unsqueeze(-1).expand_as(m)
     return m, covariance * (2 / math.sqrt(width)) + torch.diag_embed(straight)
 
 
 def _parts(tokens: int, causal: bool) -> list[slice]:
     """The rows to compute at a time."""
-    size = ROWS if causal else tokens
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, max(1, size))]
+    if not causal or tokens == 0:
+        return [slice(0, tokens)]
+    return [slice(start, min(start + ROWS, tokens)) for start in range(0, tokens, ROWS)]
 
 
 def _longest(parts: list[slice]) -> int:
-    return max((rows.stop - rows.start for rows in parts), default=0)
+    return max(rows.stop - rows.start for rows in parts)
 
 
 def _part(bias: Tensor, rows: slice) -> Tensor:
@@ -127,7 +131,7 @@ class _MeanAndBlocks(torch.autograd.Function):
                 if dbias is not None:
                     part = _part(dbias if len(dbias) == 1 else dbias[some], r)
                     part += dlogits.view(-1, z.shape[1], *dlogits.shape[1:]).sum_to_size(part.shape)
-            dz[some] = _to_tokens(desk).view(-1, *dz.shape[1:])
+            dz[some] = _to_tokens(desk).view_as(dz[some])
         return dz.mT, dbias, None, None
 
 
@@ -151,7 +155,7 @@ def _average(
     products.sub_(one.mul_(other)).mul_(2 / math.sqrt(width))
     blocks = torch.index_select(average, 1, desk.values, out=shaped(desk.blocks, (g, width**2, n)))
     blocks[:, :: width + 1].add_(P.diagonal(rows.start, dim1=-2, dim2=-1).unsqueeze(1))
-    C.flatten(3)[:, :, rows] = blocks.mT.view(batch, heads, n, -1)
+    C.flatten(3)[:, :, rows] = blocks.mT.view(batch, heads, n, width**2)
 
 
 def _pull(desk: Desk, rows: slice, P: Tensor, m: Tensor, g_m: Tensor, g_C: Tensor) -> Tensor:
@@ -159,7 +163,7 @@ def _pull(desk: Desk, rows: slice, P: Tensor, m: Tensor, g_m: Tensor, g_C: Tenso
     batch, heads, width, _ = m.shape
     g, n, seen = batch * heads, rows.stop - rows.start, slice(rows.stop)
     blocks, daverage = shaped(desk.blocks, (g, width**2, n)), shaped(desk.average, (g, desk.v.shape[1], n))
-    blocks.view(batch, heads, -1, n).copy_(g_C.flatten(3)[:, :, rows].mT)
+    blocks.view(batch, heads, width**2, n).copy_(g_C.flatten(3)[:, :, rows].mT)
     one, other = desk.select(blocks, desk.entries)
     torch.mul(one.add_(other), desk.share, out=daverage[:, width:])
     dmean, mean = shaped(desk.dmean, (g, width, n)).zero_(), m[..., rows].reshape(g, width, n)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flowattn.kernels.determinants import small_enough_for_the_cache
-from flowattn.kernels.scratch import Scratch, shaped
+from flowattn.kernels.scratch import KEPT, Scratch, shaped
 
 
 class Desk:
@@ -21,17 +21,15 @@ class Desk:
         self.near, self.keys, self.v, self.dv, self.dv_of_rows, *rest = rooms
         self.one, self.other, self.dz, self.dkeys, self.logits, self.average, self.dmean, self.blocks = rest
         width, like = self.dz.shape[1], self.dz
-        a, b = torch.triu_indices(width, width, device=like.device)
-        identity = torch.eye(width, dtype=like.dtype, device=like.device)
-        #: The two features of each product, and matrices of zeros and ones [width, products] that say the same.
-        self.factors = a, b
-        self.to_factors = identity[:, a], identity[:, b]
+        #: The two features of each product, and the same as matrices.
+        self.factors = a, b = _factors(width, like)
+        self.to_factors = to_one, to_other = to_factors(width, like)
         #: Which two entries of a block are each product, and which of the values is each entry.
         self.entries = width * a + b, width * b + a
         self.values = torch.empty(width**2, dtype=torch.long, device=like.device)
         self.values[self.entries[0]] = self.values[self.entries[1]] = torch.arange(width, width + len(a)).to(a)
         #: 2 / s for a product with two entries, half of it for one on the diagonal, which is counted twice.
-        self.share = (2 - identity[a, b]).unsqueeze(-1) / math.sqrt(width)
+        self.share = (2 - (to_one * to_other).sum(0)).unsqueeze(-1) / math.sqrt(width)
 
     @staticmethod
     def of(z: Tensor, num_rows: int) -> Desk:
@@ -67,10 +65,22 @@ class Desk:
 _scratch = Scratch(Desk)
 
 
+def to_factors(width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices of zeros and ones [width, products] that take a token to the two factors of each product."""
+    identity = torch.eye(width, dtype=like.dtype, device=like.device)
+    a, b = _factors(width, like)
+    return identity[:, a], identity[:, b]
+
+
+def _factors(width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = torch.triu_indices(width, width, device=like.device)
+    return a, b
+
+
 def samples(z: Tensor, num_rows: int) -> list[slice]:
-    """As many samples at a time as there is memory to keep for."""
+    """As many samples at a time as there is memory to keep for, and more where memory is quick."""
     one = sum(map(math.prod, _rooms((1, *z.shape[1:]), num_rows)))
-    count = max(1, 8 * small_enough_for_the_cache(z) // max(1, one))
+    count = max(1, max(KEPT, small_enough_for_the_cache(z)) // max(1, one))
     return [slice(start, start + count) for start in range(0, len(z), count)]
 
 
