@@ -115,16 +115,15 @@ def invert_by_series(
     """
     square, *rooms = work
     torch.bmm(N.mT, N.mT, out=square)
-    size, length, eps = _largest_norm(square), _largest_norm(N), torch.finfo(N.dtype).eps
+    size, eps = _largest_norm(square), torch.finfo(N.dtype).eps
     if not size < (UNITS * eps) ** (1 / MAX_PRODUCTS):  # or NaN
         return None
-    if size * length <= UNITS * eps:
+    # The first test follows from the second, and is quicker.
+    if size**1.5 <= UNITS * eps and size * _largest_norm(N) <= UNITS * eps:
         value = trace(N).add_(trace(square), alpha=1 / 2).add_(_inner(N, square, rooms[0]), alpha=1 / 3)
         square.diagonal(dim1=-2, dim2=-1).add_(1)
         return torch.add(square, N.mT, out=rooms[0]), -value
-    num_powers = _num_powers(1, size**2, size, length, eps)
-    if num_powers >= MAX_PRODUCTS:
-        return None
+    num_powers = _num_powers(1, size**2, size, eps)
     powers, first, j = square, trace(N), 1  # E, transposed
     value = torch.zeros_like(first)
     while True:
@@ -139,20 +138,22 @@ def invert_by_series(
         if j == 2 and num_powers > 2:  # a fourth power is often much smaller than the square of a square
             fourth = _largest_norm(torch.sub(powers, square, out=rooms[j % 2]))
             rests = ((2, fourth * size), (3, fourth**2))
-            num_powers = min(num_powers, *(_num_powers(*rest, size, length, eps) for rest in rests))
+            num_powers = min(num_powers, *(_num_powers(*rest, size, eps) for rest in rests))
     powers.diagonal(dim1=-2, dim2=-1).add_(1)
     inverse = torch.baddbmm(powers, powers, N.mT, out=rooms[j % 2])
     last = 1 / (2 * j + 2)
     return inverse, -value.add_(_inner(N, inverse, powers), alpha=last).add_(first, alpha=1 - last)
 
 
-def _num_powers(least: int, rest: float, size: float, length: float, eps: float) -> int:
-    """From how many powers of the square on the rest is small, bounded so after the least of them.
+def _num_powers(least: int, rest: float, size: float, eps: float) -> int:
+    r"""From how many powers j of the square on the rest is small, bounded so after the least of them.
 
-    A gradient needs fewer digits than a value, which is summed over all tokens.
+    A bound of :math:`|N^{2j+2}|` made of norms of even powers is one of :math:`\sum |\lambda|^{2j+2}` over eigenvalues,
+    too, all of which are at most the root of `size`: so it bounds the first trace that is left out, of
+    :math:`N^{2j+3}`. A gradient needs fewer digits than this, which is summed over all tokens.
     """
     num_powers = least
-    while rest > UNITS * eps or length * rest > 8 * (2 * num_powers + 3) * eps:
+    while rest > UNITS * eps or size**0.5 * rest > 8 * (2 * num_powers + 3) * eps:
         num_powers, rest = num_powers + 1, rest * size
     return num_powers
 
