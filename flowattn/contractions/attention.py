@@ -281,7 +281,10 @@ class L2SelfAttention(_SelfAttention):
         self, W: Tensor, B: Tensor, x: Tensor, mask: Tensor | None, context: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The same with log|det(I + J)| of that, without a causal mask."""
-        return attention_logabsdet(*self._factors(W, B, x, mask, context))
+        if self.radius is not None:
+            return attention_logabsdet(*self._factors(W, B, x, mask, context))
+        y, bias = self._projected(x, mask, context), self._bias(x.shape[1], mask, x.dtype)
+        return attention_logabsdet(y, B, W, bias, num_heads=self.num_heads)
 
     def _factors(
         self, W: Tensor, B: Tensor, x: Tensor, mask: Tensor | None, context: Tensor | None
@@ -336,13 +339,17 @@ class L2SelfAttention(_SelfAttention):
         return self.whole_bound((B * r.square() / s * apart).sum(1) * scale, self.norm)
 
     def _heads(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
+        return self._split(self._projected(x, mask, context))
+
+    def _projected(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
+        """The tokens of all heads, side by side."""
         y = x @ self.W
         if context is not None and self.U is not None:
             y = y + context @ self.U
         if mask is not None:  # padding is hidden, but must not lie far off, where it would cost the others digits
             first = mask.int().argmax(-1)[:, None, None]
             y = torch.where(mask.unsqueeze(-1), y, y.take_along_dim(first, 1))
-        return self._split(y)
+        return y
 
     def _ball(self, y: Tensor) -> Tensor:
         return y if self.radius is None else into_ball(y, self.radius)

@@ -19,6 +19,7 @@ the identity.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -56,53 +57,70 @@ LEAST_OWN = 0.1
 
 
 def attention_logabsdet(
-    z: Float[Tensor, "batch heads tokens width"],
-    B: Float[Tensor, "heads width features"],
-    R: Float[Tensor, "heads width features"] | Float[Tensor, "batch heads tokens width features"],
+    z: Float[Tensor, "batch tokens inner"] | Float[Tensor, "batch heads tokens width"],
+    B: Float[Tensor, "inner features"] | Float[Tensor, "heads width features"],
+    R: Float[Tensor, "features inner"] | Float[Tensor, "batch heads tokens width features"],
     bias: Float[Tensor, "*_ #tokens tokens"] | None = None,
+    *,
+    num_heads: int | None = None,
 ) -> Found:
     r"""The sum over heads :math:`f_i = \sum_h B_h^T m^h_i`, and log|det(I + J)| if :math:`dz_j = R_j\, dx_j`.
+
+    R is another one for each token, as a ball makes it, or, given `num_heads`, the transpose of one for all. Then all
+    heads lie side by side, which leaves less to record.
 
     Cost: O(N^3 D^3) time, O(N^2 D^2) memory.
 
     Example:
-        >>> z, one = torch.zeros(1, 1, 3, 1), torch.ones(1, 1, 1)
-        >>> attention_logabsdet(z, one, one)[1].exp()  # P is 1/3 everywhere
+        >>> z, one = torch.zeros(1, 3, 1), torch.ones(1, 1)
+        >>> attention_logabsdet(z, one, one, num_heads=1)[1].exp()  # P is 1/3 everywhere
         tensor([2.0000])
     """
     given = (z, B, R) if bias is None else (z, B, R, bias)
     is_recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     if not (is_recorded and can_look(*given)) or in_forward_mode():
-        return _step_by_step(*given)
-    found: Found = _AttentionLogAbsDet.apply(z, B, R, bias)
+        return _step_by_step(num_heads, *given)
+    found: Found = _AttentionLogAbsDet.apply(z, B, R, bias, num_heads)
     return found
 
 
-def _step_by_step(z: Tensor, B: Tensor, R: Tensor, bias: Tensor | None = None) -> Found:
-    value, J = heads_jacobian(z, B, R, bias)
+def _step_by_step(num_heads: int | None, z: Tensor, B: Tensor, R: Tensor, bias: Tensor | None = None) -> Found:
+    value, J = heads_jacobian(*_by_heads(num_heads, z, B, R), bias)
     return value, logabsdet_of_blocks(J)
+
+
+def _by_heads(num_heads: int | None, z: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if num_heads is None:
+        return z, B, R
+    heads = num_heads, len(B) // num_heads
+    return z.unflatten(2, heads).transpose(1, 2), B.unflatten(0, heads), R.mT.unflatten(0, heads)
 
 
 class _AttentionLogAbsDet(torch.autograd.Function):
     """All is computed of -J, so t has the other sign."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, B: Tensor, R: Tensor, bias: Tensor | None) -> Found:
+    def forward(ctx: Any, z: Tensor, B: Tensor, R: Tensor, bias: Tensor | None, num_heads: int | None) -> Found:
         ctx.save_for_backward(z, B, R, bias)
+        ctx.num_heads = num_heads
+        z, B, R = _by_heads(num_heads, z, B, R)
         ctx.centre = centre_of(z, causal=False)
         z = z.mT.clone(memory_format=torch.contiguous_format).sub_(ctx.centre.mT)
-        mean, logabsdet, ctx.pull = (_logabsdet if R.ndim == 3 else ball_logabsdet)(z, weights(z, bias), B, R)
+        mean, logabsdet, ctx.pull = (ball_logabsdet if num_heads is None else _logabsdet)(z, weights(z, bias), B, R)
         return _value(mean, ctx.centre, B), logabsdet
 
     @staticmethod
     def backward(ctx: Any, g_value: Tensor, g: Tensor) -> Any:
         given = ctx.saved_tensors  # now, since a checkpoint runs forward here, at the same desk
         if torch.is_grad_enabled() or not can_look(g_value, g):
-            return _differentiable(given, g_value, g)
+            return *_differentiable(ctx.num_heads, given, g_value, g), None
         dz, dB, dR, dlogits = ctx.pull(g_value, g.neg().view(-1, 1, 1, 1))
         dB += ctx.centre.squeeze(2).movedim(0, -1) @ g_value.sum(1)
         # The sum is the gradient itself, in memory of the desk, if there is nothing to sum up.
-        return dz.mT, dB, dR, dlogits.sum_to_size(given[3].shape).clone() if ctx.needs_input_grad[3] else None
+        dbias = dlogits.sum_to_size(given[3].shape).clone() if ctx.needs_input_grad[3] else None
+        if ctx.num_heads is None:
+            return dz.mT, dB, dR, dbias, None
+        return dz.flatten(1, 2).mT, dB.flatten(0, 1), dR.flatten(0, 1).mT, dbias, None
 
 
 def _value(mean: Tensor, centre: Tensor, B: Tensor) -> Tensor:
@@ -110,10 +128,10 @@ def _value(mean: Tensor, centre: Tensor, B: Tensor) -> Tensor:
     return mean.sum(1).mT + (centre.flatten(1) @ B.flatten(0, 1)).unsqueeze(1)
 
 
-def _differentiable(given: tuple[Tensor | None, ...], g_value: Tensor, g: Tensor) -> Any:
+def _differentiable(num_heads: int | None, given: tuple[Tensor | None, ...], g_value: Tensor, g: Tensor) -> Any:
     """The gradients of all that is given, recorded."""
     tensors = [t for t in given if t is not None]
-    pull = torch.func.vjp(_step_by_step, *tensors)[1]
+    pull = torch.func.vjp(functools.partial(_step_by_step, num_heads), *tensors)[1]
     return *pull((g_value, g)), *[None] * (len(given) - len(tensors))
 
 
