@@ -63,7 +63,7 @@ def _determinant(P: Tensor, z: Tensor, B: Tensor, R: Tensor, desk: Desk) -> tupl
     take_off_weighted(P, S, desk)
     desk.own.add_((tau @ R).sum(1).permute(0, 2, 3, 1))
     logabsdet = invert_all(desk)
-    G, room = desk.A.copy_(desk.by_pairs), desk.room
+    G, room = desk.A.copy_(desk.inverses_by_pairs), desk.room
     down = desk.own.permute(0, 3, 1, 2).unsqueeze(1)  # [B, 1, N, D, D]
     dtau = (down @ R.mT).transpose(2, 3).flatten(2, 3)  # [B, H, D N, d]
     dSs, dbs = [], []

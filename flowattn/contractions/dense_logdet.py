@@ -184,17 +184,17 @@ def _logabsdet_of(K: Tensor) -> Tensor:
 
 
 def _reduced(P: Tensor, S: Tensor, desk: Desk) -> tuple[Tensor, ...]:
-    """What backward needs of the gradient that is in the matrices of the desk, but for the sign.
+    """What backward needs of the gradient that is in the inverses of the desk, but for the sign.
 
     With d for the gradient after what follows, these are P dP, t being a product with P, but for a multiple of each row
     of P, which is nothing to the logits; the sums of P dt over keys and over queries, which are for the means and for
     a; dS; and db.
     """
     heads, features = S.shape[:2]
-    G, flat = desk.A.copy_(desk.by_pairs), desk.A.flatten(1, 2).flatten(2)
+    G, flat = desk.A.copy_(desk.inverses_by_pairs), desk.A.flatten(1, 2).flatten(2)
     dS = torch.bmm(P.flatten(2), flat.mT).unflatten(2, (features, features))
     # A token's own block being minus the sum of its t u^T, these have the difference of their gradient and its own.
-    G.sub_(desk.own_by_pairs.unsqueeze(-1))
+    G.sub_(desk.own_inverses.unsqueeze(-1))
     torch.bmm(S.flatten(1).expand(len(P), -1, -1), flat, out=desk.dP.flatten(2))
     dbs = []
     for h in range(heads):

@@ -19,7 +19,7 @@ class Desk:
     """Room for what there is of each pair of tokens, with the views that are wanted of it."""
 
     def __init__(self, *rooms: Tensor) -> None:
-        self.dP, self.t, self.u, self.dt, self.du, self.A, self.matrices = rooms  # as in `of`
+        self.dP, self.t, self.u, self.dt, self.du, self.A, self.matrices, self.inverses = rooms  # as in `of`
         heads, features, tokens, _ = self.u.shape[1:]
         n, size = features * tokens, (features, tokens)
         #: Those of each head as factors of A.
@@ -27,10 +27,13 @@ class Desk:
         self.columns = [self.u[:, h].unsqueeze(1) for h in range(heads)]
         self.dt_by_samples = self.dt.transpose(0, 1)
         self.own = self.A.diagonal(dim1=3, dim2=4)
-        #: The matrices by pairs, as A is, and their memory for another A.
-        self.by_pairs = self.matrices[:, :n, :n].unflatten(2, size).unflatten(1, size).transpose(2, 3)
-        self.own_by_pairs = self.by_pairs.diagonal(dim1=3, dim2=4)
-        self.room = shaped(self.matrices, self.A.shape)
+        #: The matrices and their inverses by pairs, as A is, and memory of the latter for another A.
+        self.by_pairs, self.inverses_by_pairs = (
+            t[:, :n, :n].unflatten(2, size).unflatten(1, size).transpose(2, 3) for t in (self.matrices, self.inverses)
+        )
+        self.own_inverses = self.inverses_by_pairs.diagonal(dim1=3, dim2=4)
+        self.room = shaped(self.inverses, self.A.shape)
+        self.matrices.zero_()  # nobody writes where there are no pairs
         self.identity = torch.eye(features, dtype=self.A.dtype, device=self.A.device)
         #: A product with these is a sum over keys, in half the time of one.
         self.ones = self.A.new_ones(tokens)
@@ -43,7 +46,7 @@ class Desk:
         # Matrices with rows and columns of zeros up to a multiple of eight are multiplied in two thirds of the time.
         wide = 8 * math.ceil(features * tokens / 8)
         factors, gradients = [(batch, heads, *pairs)] * 2, [(heads, batch, *pairs), (batch, *pairs)]
-        return _scratch(z, weights, *factors, *gradients, (batch, features, *pairs), (batch, wide, wide))
+        return _scratch(z, weights, *factors, *gradients, (batch, features, *pairs), *[(batch, wide, wide)] * 2)
 
 
 _scratch = Scratch(Desk)
@@ -76,10 +79,9 @@ def take_off_weighted(P: Tensor, S: Tensor, desk: Desk) -> None:
 
 
 def invert_all(desk: Desk) -> Tensor:
-    """log|det(I - A)|, leaving (I - A)^{-T} in the matrices of the desk."""
-    desk.matrices.zero_()
+    """log|det(I - A)|, leaving (I - A)^{-T} in the inverses of the desk."""
     desk.by_pairs.copy_(desk.A)  # quicker than to build A there, where rows are short
-    return invert(desk.matrices)[1]
+    return invert(desk.matrices, desk.inverses)
 
 
 def through_weights(P: Tensor, desk: Desk) -> tuple[Tensor, Tensor, Tensor]:

@@ -58,8 +58,9 @@ class _LogAbsDet(torch.autograd.Function):
 
     @staticmethod
     def forward(M: Tensor) -> tuple[Tensor, Tensor]:
-        gradient, logabsdet = invert(-M.reshape(-1, *M.shape[-2:]))
-        return logabsdet.view(M.shape[:-2]), gradient.view(M.shape)
+        N = -M.reshape(-1, *M.shape[-2:])
+        gradient = torch.empty_like(N)
+        return invert(N, gradient).view(M.shape[:-2]), gradient.view(M.shape)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -87,23 +88,28 @@ class _LogAbsDet(torch.autograd.Function):
         return _LogAbsDet.apply(M.movedim(in_dims[0], 0)), (0, 0)
 
 
-def invert(N: Float[Tensor, "batch n n"]) -> tuple[Float[Tensor, "batch n n"], Float[Tensor, " batch"]]:
-    """The transposed inverses of I - N, in the place of N, and log|det(I - N)|, by whichever way is faster.
+def invert(N: Float[Tensor, "batch n n"], out: Float[Tensor, "batch n n"]) -> Float[Tensor, " batch"]:
+    """log|det(I - N)|, leaving the transposed inverses of I - N in `out`, by whichever way is faster.
 
     Example:
-        >>> invert(torch.tensor([[[0.5]]]))
-        (tensor([[[2.]]]), tensor([-0.6931]))
+        >>> out = torch.empty(1, 1, 1)
+        >>> invert(torch.tensor([[[0.5]]]), out), out
+        (tensor([-0.6931]), tensor([[[2.]]]))
     """
     at_a_time = max(1, small_enough_for_the_cache(N) // max(1, N.shape[-1] ** 2))
     if len(N) > at_a_time:
-        return N, torch.cat([invert(part)[1] for part in N.split(at_a_time)])
-    found = invert_by_series(N, _scratch(N, *[N.shape] * 3)) if N.numel() >= MANY else None
-    inverses, logabsdet = found or invert_by_elimination(N)
-    return N.copy_(inverses), logabsdet
+        return torch.cat([invert(*parts) for parts in zip(N.split(at_a_time), out.split(at_a_time), strict=True)])
+    found = invert_by_series(N, _scratch(N, *[N.shape] * 3), out) if N.numel() >= MANY else None
+    if found is None:
+        found = invert_by_elimination(N)
+        out.copy_(found[0])
+    return found[1]
 
 
 def invert_by_series(
-    N: Float[Tensor, "batch n n"], work: Iterable[Float[Tensor, "batch n n"]]
+    N: Float[Tensor, "batch n n"],
+    work: Iterable[Float[Tensor, "batch n n"]],
+    out: Float[Tensor, "batch n n"] | None = None,
 ) -> tuple[Float[Tensor, "batch n n"], Float[Tensor, " batch"]] | None:
     r"""The transposed inverses of I - N and log|det(I - N)|, or None if they need too many products.
 
@@ -111,7 +117,7 @@ def invert_by_series(
     :math:`N^2` up to the j-th, the last trace comes with the inverse: :math:`\operatorname{tr} N X` is
     :math:`t_1 + \dots + t_{2j+2}`.
 
-    The inverses are in `work`, three tensors like N: few enough to stay in the cache.
+    The inverses are in `out`, or else in `work`, three tensors like N: few enough to stay in the cache.
     """
     square, *rooms = work
     torch.bmm(N.mT, N.mT, out=square)
@@ -122,7 +128,7 @@ def invert_by_series(
     if size**1.5 <= UNITS * eps and size * _largest_norm(N) <= UNITS * eps:
         value = trace(N).add_(trace(square), alpha=1 / 2).add_(_inner(N, square, rooms[0]), alpha=1 / 3)
         square.diagonal(dim1=-2, dim2=-1).add_(1)
-        return torch.add(square, N.mT, out=rooms[0]), -value
+        return torch.add(square, N.mT, out=rooms[0] if out is None else out), -value
     num_powers = _num_powers(1, size**2, size, eps)
     powers, first, j = square, trace(N), 1  # E, transposed
     value = torch.zeros_like(first)
@@ -140,7 +146,7 @@ def invert_by_series(
             rests = ((2, fourth * size), (3, fourth**2))
             num_powers = min(num_powers, *(_num_powers(*rest, size, eps) for rest in rests))
     powers.diagonal(dim1=-2, dim2=-1).add_(1)
-    inverse = torch.baddbmm(powers, powers, N.mT, out=rooms[j % 2])
+    inverse = torch.baddbmm(powers, powers, N.mT, out=rooms[j % 2] if out is None else out)
     last = 1 / (2 * j + 2)
     return inverse, -value.add_(_inner(N, inverse, powers), alpha=last).add_(first, alpha=1 - last)
 
