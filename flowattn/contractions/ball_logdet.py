@@ -9,36 +9,32 @@ in place of what `dense_logdet` has, which says the rest. There is no K: S is an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from flowattn.contractions.pair_desk import (
     Desk,
+    Pull,
+    average,
     by_samples,
     invert_all,
     multiply_out,
     take_off_weighted,
-    through_logits,
+    through_means,
     through_weights,
 )
 
 
-def ball_logabsdet(
-    z: Tensor, P: Tensor, B: Tensor, R: Tensor
-) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], tuple[Tensor, ...]]]:
+def ball_logabsdet(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Pull]:
     """The means times B, log|det(I + J)|, and what takes gradients after both to those of z, B, R and the logits."""
     steep, desk = 2 / math.sqrt(B.shape[1]), Desk.of(z, B.shape[2])
     a = B.mT @ z
-    mean = a @ P.mT
-    torch.sub(mean.unsqueeze(-1), a.unsqueeze(-2), out=desk.t).mul_(P.unsqueeze(2))
-    logabsdet, (of_logits, rows, columns, of_z, of_B, of_R) = _determinant(P, z, B, R * steep, desk)
+    mean = average(a, P, desk)
+    logabsdet, (of_logits, of_mean, of_a, of_z, of_B, of_R) = _determinant(P, z, B, R * steep, desk)
 
     def pull(g_value: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-        dmean = torch.addcmul(g_value.mT.unsqueeze(1), rows, g)
-        da = (dmean @ P).addcmul_(columns, g, value=-1)
-        dlogits, moved = through_logits(dmean, a, of_logits, g, P, z)
+        da, moved, dlogits = through_means(g_value, g, of_mean, of_a, of_logits, a, P, z)
         dz = (B @ da).add_(moved, alpha=steep).addcmul_(of_z, g)
         own = (g.view(1, -1) @ of_B.flatten(1)).view_as(B)
         return dz, (z @ da.mT).sum(0) + own, of_R * g.unsqueeze(-1), dlogits

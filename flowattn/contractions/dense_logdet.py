@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,18 +32,18 @@ from flowattn.checks import can_look, in_forward_mode
 from flowattn.contractions.ball_logdet import ball_logabsdet
 from flowattn.contractions.pair_desk import (
     Desk,
+    Pull,
+    average,
     by_samples,
     invert_all,
     multiply_out,
     take_off_weighted,
-    through_logits,
+    through_means,
     through_weights,
     weights,
 )
 from flowattn.kernels.determinants import logabsdet_of_blocks, precise
 from flowattn.kernels.fused_l2 import centre_of
-
-Pull = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 Found = tuple[Float[Tensor, "batch tokens features"], Float[Tensor, " batch"]]
 
@@ -116,7 +115,7 @@ class _AttentionLogAbsDet(torch.autograd.Function):
             return *_differentiable(ctx.num_heads, given, g_value, g), None
         dz, dB, dR, dlogits = ctx.pull(g_value, g.neg().view(-1, 1, 1, 1))
         dB += ctx.centre.squeeze(2).movedim(0, -1) @ g_value.sum(1)
-        # The sum is the gradient itself, in memory of the desk, if there is nothing to sum up.
+        # The sum is the gradient itself, in scratch memory, if there is nothing to sum up.
         dbias = dlogits.sum_to_size(given[3].shape).clone() if ctx.needs_input_grad[3] else None
         if ctx.num_heads is None:
             return dz.mT, dB, dR, dbias, None
@@ -144,20 +143,17 @@ def _logabsdet(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tens
     RK, SK = R @ K, S @ K
     BR = torch.cat([B, RK * steep], -1)
     a, b = (BR.mT @ z).split(features, 2)
-    mean = a @ P.mT
-    torch.sub(mean.unsqueeze(-1), a.unsqueeze(-2), out=desk.t).mul_(P.unsqueeze(2))
+    mean = average(a, P, desk)
     torch.sub(b.unsqueeze(-1), b.unsqueeze(-2), out=desk.u)
     # A token's own block is minus the sum of its t u^T, since rows of t add up to zero.
     own = torch.sub((desk.identity - K).unsqueeze(-1), multiply_out(desk) @ desk.ones)
     take_off_weighted(P, SK[None, ..., None], desk)
     desk.own.add_(own)
     logabsdet = invert_all(desk).sub_(_logabsdet_of(K), alpha=P.shape[-1])
-    of_logits, of_rows, of_columns, of_S, of_b = _reduced(P, SK, desk)
+    of_logits, of_mean, of_a, of_S, of_b = _reduced(P, SK, desk)
 
     def pull(g_value: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-        dmean = torch.addcmul(g_value.mT.unsqueeze(1), of_rows, g)
-        da = (dmean @ P).addcmul_(of_columns, g, value=-1)
-        dlogits, moved = through_logits(dmean, a, of_logits, g, P, z)
+        da, moved, dlogits = through_means(g_value, g, of_mean, of_a, of_logits, a, P, z)
         dab = torch.cat([da, of_b * g], 2)
         dz = (BR @ dab).add_(moved, alpha=steep)
         dBR = (z @ dab.mT).sum(0)

@@ -6,13 +6,16 @@ Tokens come last in here, [batch, heads, width, tokens], and pairs of them, [bat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from flowattn.kernels.determinants import invert
-from flowattn.kernels.scratch import Scratch, shaped
+from flowattn.kernels.scratch import Scratch, as_they_are, shaped
+
+#: Takes the gradients after the map and the log-determinant to those after z, B, R and the logits.
+Pull = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 class Desk:
@@ -49,7 +52,7 @@ class Desk:
         return _scratch(z, weights, *factors, *gradients, (batch, features, *pairs), *[(batch, wide, wide)] * 2)
 
 
-_scratch = Scratch(Desk)
+_scratch, _backward_scratch = Scratch(Desk), Scratch(as_they_are)
 
 
 def weights(z: Tensor, bias: Tensor | None) -> Tensor:
@@ -62,6 +65,13 @@ def weights(z: Tensor, bias: Tensor | None) -> Tensor:
     # None is above that of a token itself, which is 0: a softmax of short rows takes three times as long.
     P = logits.clamp_max_(0).exp_()
     return P.div_(P.sum(-1, keepdim=True))
+
+
+def average(a: Tensor, P: Tensor, desk: Desk) -> Tensor:
+    """The means of a, leaving t, what each token takes of a beyond them, on the desk."""
+    mean = a @ P.mT
+    torch.sub(mean.unsqueeze(-1), a.unsqueeze(-2), out=desk.t).mul_(P.unsqueeze(2))
+    return mean
 
 
 def multiply_out(desk: Desk) -> Tensor:
@@ -91,19 +101,23 @@ def through_weights(P: Tensor, desk: Desk) -> tuple[Tensor, Tensor, Tensor]:
     return of_logits, dt @ desk.ones, dt.sum(-2)
 
 
-def through_logits(
-    dmean: Tensor, a: Tensor, of_logits: Tensor, g: Tensor, P: Tensor, z: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradients after the logits, on the desk, and, but for a factor of 2 / s, after the tokens."""
-    desk = Desk.of(z, a.shape[2])
-    dlogits = desk.dP
+def through_means(
+    g_value: Tensor, g: Tensor, of_mean: Tensor, of_a: Tensor, of_logits: Tensor, a: Tensor, P: Tensor, z: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients after a, after the tokens by their weights, but for a factor of 2 / s, and after the logits.
+
+    It takes those of the map and, in parts, of the log-determinant. The last one is in scratch memory.
+    """
+    dmean = torch.addcmul(g_value.mT.unsqueeze(1), of_mean, g)
+    da = (dmean @ P).addcmul_(of_a, g, value=-1)
+    dlogits, pairs = _backward_scratch(P, P.shape, P.shape)
     torch.bmm(dmean.flatten(0, 1).mT, a.flatten(0, 1), out=dlogits.flatten(0, 1))
     dlogits.mul_(P).addcmul_(of_logits, g)
     dlogits.addcmul_(P, dlogits.sum(-1, keepdim=True), value=-1)
     # Rows add up to zero. Where a token sees little but itself, its own entry would be nothing but rounding.
     dlogits.diagonal(dim1=-2, dim2=-1).sub_(dlogits.sum(-1))
-    pairs = torch.add(dlogits, dlogits.mT, out=shaped(desk.t, dlogits.shape))
-    return dlogits, (z @ pairs).addcmul_(z, pairs.sum(-2, keepdim=True), value=-1)
+    torch.add(dlogits, dlogits.mT, out=pairs)
+    return da, (z @ pairs).addcmul_(z, pairs.sum(-2, keepdim=True), value=-1), dlogits
 
 
 def by_samples(heads: Sequence[Tensor]) -> Tensor:
