@@ -37,15 +37,16 @@ def num_products(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("symmetric", [False, True], ids=["any", "symmetric"])
 @pytest.mark.parametrize("size", [0.0, 1e-6, 1e-4, 1e-3, 0.003, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.13, 0.16, 0.2])
-def test_a_series_is_as_exact_as_it_says(size, symmetric, dtype):
-    N, eps = matrices(size, symmetric=symmetric, dtype=dtype), torch.finfo(dtype).eps
+@pytest.mark.parametrize("n", [12, 40])
+def test_a_series_is_as_exact_as_it_says(n, size, symmetric, dtype):
+    N, eps = matrices(size, n=n, symmetric=symmetric, dtype=dtype), torch.finfo(dtype).eps
     found = invert_by_series(N.clone(), torch.full((3, *N.shape), torch.nan, dtype=dtype))
     inverses, logabsdet = exact(N)
     if found is None:
-        assert torch.linalg.vector_norm(N @ N, dim=(-2, -1)).amax() ** determinants.MAX_PRODUCTS >= 128 * eps
+        assert torch.linalg.vector_norm(N @ N, dim=(-2, -1)).amax() ** determinants.MAX_PRODUCTS >= 32 * n**0.5 * eps
         return
-    assert torch.linalg.vector_norm(found[0] - inverses, dim=(-2, -1)).amax() < 200 * eps
-    assert (found[1] - logabsdet).abs().max() < 12 * eps
+    assert torch.linalg.vector_norm(found[0] - inverses, dim=(-2, -1)).amax() < 50 * n**0.5 * eps
+    assert (found[1] - logabsdet).abs().max() < n * eps
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(0.2, torch.float32), (0.02, torch.float64)], ids=str)
@@ -54,7 +55,7 @@ def test_most_series_are_summed_rather_than_given_up(size, dtype):
     assert invert_by_series(N.clone(), torch.empty(3, *N.shape, dtype=dtype)) is not None
 
 
-@pytest.mark.parametrize(("size", "expected"), [(0.01, 1), (0.03, 2), (0.07, 3), (0.2, 4), (0.3, 6), (0.4, 8)])
+@pytest.mark.parametrize(("size", "expected"), [(0.01, 1), (0.03, 2), (0.07, 3), (0.2, 5), (0.3, 6), (0.4, 9)])
 def test_a_series_takes_no_more_products_than_it_needs(size, expected, num_products):
     N = (size * torch.eye(3)).expand(20, 3, 3).contiguous()
     inverses, logabsdet = invert_by_series(N, torch.empty(3, *N.shape))

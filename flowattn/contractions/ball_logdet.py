@@ -20,6 +20,7 @@ from flowattn.contractions.pair_desk import (
     by_samples,
     invert_all,
     multiply_out,
+    sums,
     take_off_weighted,
     through_means,
     through_weights,
@@ -76,4 +77,4 @@ def _determinant(P: Tensor, z: Tensor, B: Tensor, R: Tensor, desk: Desk) -> tupl
     dR = z.unsqueeze(2) @ db - (B.unsqueeze(1) @ dS.transpose(2, 3)) * (s / 2)
     dR = dR.permute(0, 1, 4, 3, 2) + tau.mT @ down
     dB = (columns.transpose(2, 3).flatten(3) @ dS.movedim(2, -1).flatten(2, 3)) * (-s / 2)
-    return logabsdet, (*through_weights(P, desk), dz, dB, dR * (2 / s))
+    return logabsdet, (through_weights(P, desk), *sums(desk.dt, desk), dz, dB, dR * (2 / s))

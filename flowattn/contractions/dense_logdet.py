@@ -34,9 +34,9 @@ from flowattn.contractions.pair_desk import (
     Desk,
     Pull,
     average,
-    by_samples,
     invert_all,
     multiply_out,
+    sums,
     take_off_weighted,
     through_means,
     through_weights,
@@ -115,11 +115,16 @@ class _AttentionLogAbsDet(torch.autograd.Function):
             return *_differentiable(ctx.num_heads, given, g_value, g), None
         dz, dB, dR, dlogits = ctx.pull(g_value, g.neg().view(-1, 1, 1, 1))
         dB += ctx.centre.squeeze(2).movedim(0, -1) @ g_value.sum(1)
-        # The sum is the gradient itself, in scratch memory, if there is nothing to sum up.
-        dbias = dlogits.sum_to_size(given[3].shape).clone() if ctx.needs_input_grad[3] else None
+        dbias = _of_bias(dlogits, given[3]) if ctx.needs_input_grad[3] else None
         if ctx.num_heads is None:
             return dz.mT, dB, dR, dbias, None
         return dz.flatten(1, 2).mT, dB.flatten(0, 1), dR.flatten(0, 1).mT, dbias, None
+
+
+def _of_bias(dlogits: Tensor, bias: Tensor) -> Tensor:
+    dlogits.diagonal(dim1=-2, dim2=-1).sub_(dlogits.sum(-1))
+    # The sum is the gradient itself, in scratch memory, if there is nothing to sum up.
+    return dlogits.sum_to_size(bias.shape).clone()
 
 
 def _value(mean: Tensor, centre: Tensor, B: Tensor) -> Tensor:
@@ -142,14 +147,15 @@ def _logabsdet(z: Tensor, P: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tens
     K = _common_factor(S, P, desk.identity)
     RK, SK = R @ K, S @ K
     BR = torch.cat([B, RK * steep], -1)
-    a, b = (BR.mT @ z).split(features, 2)
+    ab = BR.mT @ z
+    a, b = ab[:, :, :features], ab[:, :, features:]
     mean = average(a, P, desk)
     torch.sub(b.unsqueeze(-1), b.unsqueeze(-2), out=desk.u)
     # A token's own block is minus the sum of its t u^T, since rows of t add up to zero.
-    own = torch.sub((desk.identity - K).unsqueeze(-1), multiply_out(desk) @ desk.ones)
+    own = torch.sum(multiply_out(desk), -1, out=desk.blocks).neg_().add_((desk.identity - K).unsqueeze(-1))
     take_off_weighted(P, SK[None, ..., None], desk)
     desk.own.add_(own)
-    logabsdet = invert_all(desk).sub_(_logabsdet_of(K), alpha=P.shape[-1])
+    logabsdet = invert_all(desk).sub_(P.shape[-1] * _logabsdet_of(K))
     of_logits, of_mean, of_a, of_S, of_b = _reduced(P, SK, desk)
 
     def pull(g_value: Tensor, g: Tensor) -> tuple[Tensor, ...]:
@@ -173,10 +179,10 @@ def _common_factor(S: Tensor, P: Tensor, identity: Tensor) -> Tensor:
     return torch.sub(identity, total, alpha=SHARE if is_worth_it else 0.0)
 
 
-def _logabsdet_of(K: Tensor) -> Tensor:
+def _logabsdet_of(K: Tensor) -> float:
     # An error here is one of every token.
-    factors = torch.linalg.lu_factor_ex(precise(K))[0]
-    return factors.diagonal().abs().log().sum()
+    pivots = torch.linalg.lu_factor_ex(precise(K))[0].diagonal()
+    return sum(math.log(abs(pivot)) for pivot in pivots.tolist())
 
 
 def _reduced(P: Tensor, S: Tensor, desk: Desk) -> tuple[Tensor, ...]:
@@ -188,13 +194,14 @@ def _reduced(P: Tensor, S: Tensor, desk: Desk) -> tuple[Tensor, ...]:
     """
     heads, features = S.shape[:2]
     G, flat = desk.A.copy_(desk.inverses_by_pairs), desk.A.flatten(1, 2).flatten(2)
+    own = desk.blocks.copy_(desk.own)
     dS = torch.bmm(P.flatten(2), flat.mT).unflatten(2, (features, features))
     # A token's own block being minus the sum of its t u^T, these have the difference of their gradient and its own.
-    G.sub_(desk.own_inverses.unsqueeze(-1))
+    G.sub_(own.unsqueeze(-1))
     torch.bmm(S.flatten(1).expand(len(P), -1, -1), flat, out=desk.dP.flatten(2))
-    dbs = []
     for h in range(heads):
         torch.sum(torch.mul(G, desk.columns[h], out=desk.room), 2, out=desk.dt[h])
-        du = torch.sum(torch.mul(G, desk.rows[h], out=desk.room), 1, out=desk.du)
-        dbs.append((du @ desk.ones).sub_(du.sum(-2)))
-    return *through_weights(P, desk), dS, by_samples(dbs)
+        torch.sum(torch.mul(G, desk.rows[h], out=desk.room), 1, out=desk.du[h])
+    of_logits = through_weights(P, desk)
+    (of_mean, of_query), (of_a, of_key) = sums(desk.dtu, desk)
+    return of_logits, of_mean, of_a, dS, of_query.sub_(of_key)

@@ -22,19 +22,20 @@ class Desk:
     """Room for what there is of each pair of tokens, with the views that are wanted of it."""
 
     def __init__(self, *rooms: Tensor) -> None:
-        self.dP, self.t, self.u, self.dt, self.du, self.A, self.matrices, self.inverses = rooms  # as in `of`
+        # As in `of`; the last is for a block of each token.
+        self.dP, self.t, self.u, self.dtu, self.A, self.matrices, self.inverses, self.blocks = rooms
         heads, features, tokens, _ = self.u.shape[1:]
         n, size = features * tokens, (features, tokens)
         #: Those of each head as factors of A.
         self.rows = [self.t[:, h].unsqueeze(2) for h in range(heads)]
         self.columns = [self.u[:, h].unsqueeze(1) for h in range(heads)]
+        self.dt, self.du = self.dtu
         self.dt_by_samples = self.dt.transpose(0, 1)
         self.own = self.A.diagonal(dim1=3, dim2=4)
         #: The matrices and their inverses by pairs, as A is, and memory of the latter for another A.
         self.by_pairs, self.inverses_by_pairs = (
             t[:, :n, :n].unflatten(2, size).unflatten(1, size).transpose(2, 3) for t in (self.matrices, self.inverses)
         )
-        self.own_inverses = self.inverses_by_pairs.diagonal(dim1=3, dim2=4)
         self.room = shaped(self.inverses, self.A.shape)
         self.matrices.zero_()  # nobody writes where there are no pairs
         self.identity = torch.eye(features, dtype=self.A.dtype, device=self.A.device)
@@ -48,8 +49,9 @@ class Desk:
         weights, pairs = (batch, heads, tokens, tokens), (features, tokens, tokens)
         # Matrices with rows and columns of zeros up to a multiple of eight are multiplied in two thirds of the time.
         wide = 8 * math.ceil(features * tokens / 8)
-        factors, gradients = [(batch, heads, *pairs)] * 2, [(heads, batch, *pairs), (batch, *pairs)]
-        return _scratch(z, weights, *factors, *gradients, (batch, features, *pairs), *[(batch, wide, wide)] * 2)
+        factors, gradients = [(batch, heads, *pairs)] * 2, (2, heads, batch, *pairs)
+        matrices, blocks = [(batch, wide, wide)] * 2, (batch, features, features, tokens)
+        return _scratch(z, weights, *factors, gradients, (batch, features, *pairs), *matrices, blocks)
 
 
 _scratch, _backward_scratch = Scratch(Desk), Scratch(as_they_are)
@@ -94,11 +96,17 @@ def invert_all(desk: Desk) -> Tensor:
     return invert(desk.matrices, desk.inverses)
 
 
-def through_weights(P: Tensor, desk: Desk) -> tuple[Tensor, Tensor, Tensor]:
-    """P dP, t being a product with P, and the sums of P dt over keys and over queries. It changes t and dt."""
+def through_weights(P: Tensor, desk: Desk) -> Tensor:
+    """P dP, t being a product with P. It changes t, and dt to P dt."""
     of_logits = desk.t.mul_(desk.dt_by_samples).sum(2).addcmul_(P, desk.dP, value=-1)
-    dt = desk.dt_by_samples.mul_(P.unsqueeze(2))
-    return of_logits, dt @ desk.ones, dt.sum(-2)
+    desk.dt_by_samples.mul_(P.unsqueeze(2))
+    return of_logits
+
+
+def sums(pairs: Tensor, desk: Desk) -> tuple[Tensor, Tensor]:
+    """The sums over keys and over queries of pairs whose heads come before their samples, samples first."""
+    over_keys, over_queries = pairs @ desk.ones, pairs.sum(-2)
+    return over_keys.transpose(-4, -3), over_queries.transpose(-4, -3)
 
 
 def through_means(
@@ -106,7 +114,8 @@ def through_means(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients after a, after the tokens by their weights, but for a factor of 2 / s, and after the logits.
 
-    It takes those of the map and, in parts, of the log-determinant. The last one is in scratch memory.
+    It takes those of the map and, in parts, of the log-determinant. The last one is in scratch memory, and zero on the
+    diagonal, which tokens do not need: rows add up to zero.
     """
     dmean = torch.addcmul(g_value.mT.unsqueeze(1), of_mean, g)
     da = (dmean @ P).addcmul_(of_a, g, value=-1)
@@ -114,8 +123,7 @@ def through_means(
     torch.bmm(dmean.flatten(0, 1).mT, a.flatten(0, 1), out=dlogits.flatten(0, 1))
     dlogits.mul_(P).addcmul_(of_logits, g)
     dlogits.addcmul_(P, dlogits.sum(-1, keepdim=True), value=-1)
-    # Rows add up to zero. Where a token sees little but itself, its own entry would be nothing but rounding.
-    dlogits.diagonal(dim1=-2, dim2=-1).sub_(dlogits.sum(-1))
+    dlogits.diagonal(dim1=-2, dim2=-1).zero_()  # where a token sees little but itself it is nothing but rounding
     torch.add(dlogits, dlogits.mT, out=pairs)
     return da, (z @ pairs).addcmul_(z, pairs.sum(-2, keepdim=True), value=-1), dlogits
 

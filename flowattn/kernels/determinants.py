@@ -8,6 +8,7 @@ many small eliminations, and they lose no digits to logarithms of numbers near o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,8 +22,8 @@ from flowattn.kernels.scratch import Scratch, as_they_are
 #: More products of matrices than this take as long as elimination.
 MAX_PRODUCTS = 10
 
-#: Inverses, which are gradients, are as exact as so many units of the precision times their own size.
-UNITS = 128
+#: Inverses, which are gradients, are as exact as so many units of the precision times the norm of the identity.
+UNITS = 32
 
 #: Fewer numbers than this are eliminated before the terms are called.
 MANY = 2**14
@@ -122,14 +123,15 @@ def invert_by_series(
     square, *rooms = work
     torch.bmm(N.mT, N.mT, out=square)
     size, eps = _largest_norm(square), torch.finfo(N.dtype).eps
-    if not size < (UNITS * eps) ** (1 / MAX_PRODUCTS):  # or NaN
+    small = UNITS * eps * math.sqrt(N.shape[-1])
+    if not size < small ** (1 / MAX_PRODUCTS):  # or NaN
         return None
     # The first test follows from the second, and is quicker.
-    if size**1.5 <= UNITS * eps and size * _largest_norm(N) <= UNITS * eps:
+    if size**1.5 <= small and size * _largest_norm(N) <= small:
         value = trace(N).add_(trace(square), alpha=1 / 2).add_(_inner(N, square, rooms[0]), alpha=1 / 3)
         square.diagonal(dim1=-2, dim2=-1).add_(1)
         return torch.add(square, N.mT, out=rooms[0] if out is None else out), -value
-    num_powers = _num_powers(1, size**2, size, eps)
+    num_powers = _num_powers(1, size**2, size, small, eps)
     powers, first, j = square, trace(N), 1  # E, transposed
     value = torch.zeros_like(first)
     while True:
@@ -144,14 +146,14 @@ def invert_by_series(
         if j == 2 and num_powers > 2:  # a fourth power is often much smaller than the square of a square
             fourth = _largest_norm(torch.sub(powers, square, out=rooms[j % 2]))
             rests = ((2, fourth * size), (3, fourth**2))
-            num_powers = min(num_powers, *(_num_powers(*rest, size, eps) for rest in rests))
+            num_powers = min(num_powers, *(_num_powers(*rest, size, small, eps) for rest in rests))
     powers.diagonal(dim1=-2, dim2=-1).add_(1)
     inverse = torch.baddbmm(powers, powers, N.mT, out=rooms[j % 2] if out is None else out)
     last = 1 / (2 * j + 2)
     return inverse, -value.add_(_inner(N, inverse, powers), alpha=last).add_(first, alpha=1 - last)
 
 
-def _num_powers(least: int, rest: float, size: float, eps: float) -> int:
+def _num_powers(least: int, rest: float, size: float, small: float, eps: float) -> int:
     r"""From how many powers j of the square on the rest is small, bounded so after the least of them.
 
     A bound of :math:`|N^{2j+2}|` made of norms of even powers is one of :math:`\sum |\lambda|^{2j+2}` over eigenvalues,
@@ -159,7 +161,7 @@ def _num_powers(least: int, rest: float, size: float, eps: float) -> int:
     :math:`N^{2j+3}`. A gradient needs fewer digits than this, which is summed over all tokens.
     """
     num_powers = least
-    while rest > UNITS * eps or size**0.5 * rest > 8 * (2 * num_powers + 3) * eps:
+    while rest > small or size**0.5 * rest > 8 * (2 * num_powers + 3) * eps:
         num_powers, rest = num_powers + 1, rest * size
     return num_powers
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowattn.checks import can_look, in_forward_mode, nothing_is_recorded, without_autocast
+from flowattn.checks import can_look, in_forward_mode, is_traced, nothing_is_recorded, without_autocast
 from flowattn.lipschitz.gram import eigenvalue, is_wide, scaled, symmetric_product, times, upper_bound, use_up, wide
 from flowattn.lipschitz.spectral import at_least_single, margin, spectral_norm_bound
 
@@ -48,7 +49,7 @@ def _by_grams(
             f"got {list(W.shape)} and {list(B.shape)}."
         )
     is_usual = W.shape[1] == B.shape[2] and W.dtype == B.dtype in (torch.float32, torch.float64)
-    if not (is_usual and can_look(W, B)) or in_forward_mode():
+    if not (is_usual and can_look(W, B)) or in_forward_mode() or is_traced():
         return plain(W, B)
     with without_autocast(W):
         with torch.no_grad():
@@ -149,20 +150,20 @@ def _gram_of_trace_one(X: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _two_grams(W: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-    """The Gram matrices of W and B, room for their mean, and the traces of the two in front."""
-    grams = B.new_empty(3, *B.shape[1:2] * 2)
-    symmetric_product(W.mT, W, out=grams[:1])
-    symmetric_product(B, B.mT, out=grams[1:2])
-    return grams[:2].diagonal(dim1=-2, dim2=-1).sum(-1), grams
+    """The traces of the Gram matrices of W^T and B, and these."""
+    factors = torch.cat([W.mT, B])
+    grams = symmetric_product(factors, factors.mT)
+    return grams.diagonal(dim1=-2, dim2=-1).sum(-1), grams
 
 
 def _single_head_norms(W: Tensor, B: Tensor, traces: Tensor, grams: Tensor, *, keep: bool) -> tuple[Norms, Pull]:
-    grams[:2].div_(traces[:, None, None])
-    torch.add(grams[0], grams[1], out=grams[2]).mul_(0.5)
-    G = grams[:2].clone() if keep else grams
-    norms, gradients = use_up(grams, TOLERANCE, keep=keep)
-    norms = norms * margin(*B.shape[1:])
-    product, size = norms[:2].prod().sqrt(), traces.prod().sqrt()
+    # Numbers are Python's in here: to a small head a tensor of one of them is as much work as a matrix.
+    sizes, rounding = traces.tolist(), margin(*B.shape[1:])
+    shares = [[1 / sizes[0], 0], [0, 1 / sizes[1]], [0.5 / sizes[0], 0.5 / sizes[1]]]
+    G = (grams.new_tensor(shares) @ grams.flatten(1)).view(3, *grams.shape[1:])
+    bounds, gradients = use_up(G, TOLERANCE, keep=keep)
+    norms = [rounding * bound for bound in bounds.tolist()]
+    size, product, norm_of_mean = math.sqrt(math.prod(sizes)), math.sqrt(norms[0] * norms[1]), norms[2]
 
     def pull(W: Tensor, B: Tensor, g_product: Tensor, g_mixed: Tensor) -> tuple[Tensor, Tensor]:
         r"""With A the gradients of the norms of Gram matrices G, for both factors X of Frobenius norm s
@@ -172,12 +173,18 @@ def _single_head_norms(W: Tensor, B: Tensor, traces: Tensor, grams: Tensor, *, k
 
         a prime meaning the other of the two, and + their mean.
         """
-        A = gradients() * margin(*B.shape[1:])
-        both = A[2:].expand(2, -1, -1).clone()
-        both.diagonal(dim1=-2, dim2=-1).add_((norms[2] - (A[2] * G).sum((-2, -1))).unsqueeze(-1))
-        of_product = A[:2] * (product / norms[:2])[:, None, None]
-        step = of_product * (g_product + g_mixed) if product <= norms[2] else of_product * g_product + both * g_mixed
-        step *= (size / traces)[:, None, None]
+        A = gradients().flatten(1)
+        along = (grams.flatten(1) @ A[2]).tolist()
+        g, g_mean = g_product.item(), g_mixed.item()
+        if product <= norm_of_mean:
+            g, g_mean = g + g_mean, 0.0
+        of_A, of_identity = [[0.0] * 3, [0.0] * 3], [[0.0], [0.0]]
+        for k, trace in enumerate(sizes):
+            of_A[k][k] = g * product / norms[k] * rounding * size / trace
+            of_A[k][2] = g_mean * rounding * size / trace
+            of_identity[k][0] = g_mean * (norm_of_mean - rounding * along[k] / trace) * size / trace
+        step = (A.new_tensor(of_A) @ A).view_as(grams)
+        step.diagonal(dim1=-2, dim2=-1).add_(A.new_tensor(of_identity))
         return torch.bmm(W, step[:1]), torch.bmm(step[1:], B)
 
-    return ((product * size).view(1), (torch.minimum(product, norms[2]) * size).view(1)), pull
+    return (W.new_tensor([product * size]), W.new_tensor([min(product, norm_of_mean) * size])), pull
