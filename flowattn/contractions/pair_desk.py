@@ -23,14 +23,15 @@ class Desk:
 
     def __init__(self, *rooms: Tensor) -> None:
         # As in `of`; the last is for a block of each token.
-        self.dP, self.t, self.u, self.dtu, self.A, self.matrices, self.inverses, self.blocks = rooms
-        heads, features, tokens, _ = self.u.shape[1:]
+        self.dP, self.t, self.dtu, self.A, self.matrices, self.inverses, self.blocks = rooms
+        heads, features, tokens, _ = self.t.shape[1:]
         n, size = features * tokens, (features, tokens)
+        self.dt, self.du = self.dtu
+        #: Where u of a head is nobody needs it any more when there is its gradient.
+        self.dt_by_samples, self.u = self.dt.transpose(0, 1), self.du.transpose(0, 1)
         #: Those of each head as factors of A.
         self.rows = [self.t[:, h].unsqueeze(2) for h in range(heads)]
         self.columns = [self.u[:, h].unsqueeze(1) for h in range(heads)]
-        self.dt, self.du = self.dtu
-        self.dt_by_samples = self.dt.transpose(0, 1)
         self.own = self.A.diagonal(dim1=3, dim2=4)
         #: The matrices and their inverses by pairs, as A is, and memory of the latter for another A.
         self.by_pairs, self.inverses_by_pairs = (
@@ -49,9 +50,8 @@ class Desk:
         weights, pairs = (batch, heads, tokens, tokens), (features, tokens, tokens)
         # Matrices with rows and columns of zeros up to a multiple of eight are multiplied in two thirds of the time.
         wide = 8 * math.ceil(features * tokens / 8)
-        factors, gradients = [(batch, heads, *pairs)] * 2, (2, heads, batch, *pairs)
-        matrices, blocks = [(batch, wide, wide)] * 2, (batch, features, features, tokens)
-        return _scratch(z, weights, *factors, gradients, (batch, features, *pairs), *matrices, blocks)
+        t, dtu, A = (batch, heads, *pairs), (2, heads, batch, *pairs), (batch, features, *pairs)
+        return _scratch(z, weights, t, dtu, A, *[(batch, wide, wide)] * 2, (batch, features, features, tokens))
 
 
 _scratch, _backward_scratch = Scratch(Desk), Scratch(as_they_are)
