@@ -23,9 +23,12 @@ class Desk:
 
     def __init__(self, *rooms: Tensor) -> None:
         # As in `of`; the last is for a block of each token.
-        self.dP, self.t, self.dtu, self.A, self.matrices, self.inverses, self.blocks = rooms
+        self.dP, self.t, self.dtu, self.matrices, self.inverses, self.spare, self.blocks = rooms
         heads, features, tokens, _ = self.t.shape[1:]
         n, size = features * tokens, (features, tokens)
+        #: A is not needed while there are matrices to invert, nor are their inverses once they are in A.
+        pairs = len(self.t), features, features, tokens, tokens
+        self.A, self.room = shaped(self.spare, pairs), shaped(self.inverses, pairs)
         self.dt, self.du = self.dtu
         #: Where u of a head is nobody needs it any more when there is its gradient.
         self.dt_by_samples, self.u = self.dt.transpose(0, 1), self.du.transpose(0, 1)
@@ -33,11 +36,10 @@ class Desk:
         self.rows = [self.t[:, h].unsqueeze(2) for h in range(heads)]
         self.columns = [self.u[:, h].unsqueeze(1) for h in range(heads)]
         self.own = self.A.diagonal(dim1=3, dim2=4)
-        #: The matrices and their inverses by pairs, as A is, and memory of the latter for another A.
+        #: The matrices and their inverses by pairs, as A is.
         self.by_pairs, self.inverses_by_pairs = (
             t[:, :n, :n].unflatten(2, size).unflatten(1, size).transpose(2, 3) for t in (self.matrices, self.inverses)
         )
-        self.room = shaped(self.inverses, self.A.shape)
         self.matrices.zero_()  # nobody writes where there are no pairs
         self.identity = torch.eye(features, dtype=self.A.dtype, device=self.A.device)
         #: A product with these is a sum over keys, in half the time of one.
@@ -50,8 +52,8 @@ class Desk:
         weights, pairs = (batch, heads, tokens, tokens), (features, tokens, tokens)
         # Matrices with rows and columns of zeros up to a multiple of eight are multiplied in two thirds of the time.
         wide = 8 * math.ceil(features * tokens / 8)
-        t, dtu, A = (batch, heads, *pairs), (2, heads, batch, *pairs), (batch, features, *pairs)
-        return _scratch(z, weights, t, dtu, A, *[(batch, wide, wide)] * 2, (batch, features, features, tokens))
+        t, dtu, blocks = (batch, heads, *pairs), (2, heads, batch, *pairs), (batch, features, features, tokens)
+        return _scratch(z, weights, t, dtu, *[(batch, wide, wide)] * 3, blocks)
 
 
 _scratch, _backward_scratch = Scratch(Desk), Scratch(as_they_are)
@@ -93,7 +95,7 @@ def take_off_weighted(P: Tensor, S: Tensor, desk: Desk) -> None:
 def invert_all(desk: Desk) -> Tensor:
     """log|det(I - A)|, leaving (I - A)^{-T} in the inverses of the desk."""
     desk.by_pairs.copy_(desk.A)  # quicker than to build A there, where rows are short
-    return invert(desk.matrices, desk.inverses)
+    return invert(desk.matrices, desk.inverses, desk.spare)
 
 
 def through_weights(P: Tensor, desk: Desk) -> Tensor:

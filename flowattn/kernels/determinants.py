@@ -89,8 +89,12 @@ class _LogAbsDet(torch.autograd.Function):
         return _LogAbsDet.apply(M.movedim(in_dims[0], 0)), (0, 0)
 
 
-def invert(N: Float[Tensor, "batch n n"], out: Float[Tensor, "batch n n"]) -> Float[Tensor, " batch"]:
+def invert(
+    N: Float[Tensor, "batch n n"], out: Float[Tensor, "batch n n"], *spare: Float[Tensor, "batch n n"]
+) -> Float[Tensor, " batch"]:
     """log|det(I - N)|, leaving the transposed inverses of I - N in `out`, by whichever way is faster.
+
+    It works in what there is to spare first: the less memory, the more of it is in the cache.
 
     Example:
         >>> out = torch.empty(1, 1, 1)
@@ -99,8 +103,10 @@ def invert(N: Float[Tensor, "batch n n"], out: Float[Tensor, "batch n n"]) -> Fl
     """
     at_a_time = max(1, small_enough_for_the_cache(N) // max(1, N.shape[-1] ** 2))
     if len(N) > at_a_time:
-        return torch.cat([invert(*parts) for parts in zip(N.split(at_a_time), out.split(at_a_time), strict=True)])
-    found = invert_by_series(N, _scratch(N, *[N.shape] * 3), out) if N.numel() >= MANY else None
+        splits = (t.split(at_a_time) for t in (N, out, *spare))
+        return torch.cat([invert(*parts) for parts in zip(*splits, strict=True)])
+    work = (out, *spare, *_scratch(N, *[N.shape] * (2 - len(spare))))
+    found = invert_by_series(N, work) if N.numel() >= MANY else None
     if found is None:
         found = invert_by_elimination(N)
         out.copy_(found[0])
@@ -108,9 +114,7 @@ def invert(N: Float[Tensor, "batch n n"], out: Float[Tensor, "batch n n"]) -> Fl
 
 
 def invert_by_series(
-    N: Float[Tensor, "batch n n"],
-    work: Iterable[Float[Tensor, "batch n n"]],
-    out: Float[Tensor, "batch n n"] | None = None,
+    N: Float[Tensor, "batch n n"], work: Iterable[Float[Tensor, "batch n n"]]
 ) -> tuple[Float[Tensor, "batch n n"], Float[Tensor, " batch"]] | None:
     r"""The transposed inverses of I - N and log|det(I - N)|, or None if they need too many products.
 
@@ -118,7 +122,8 @@ def invert_by_series(
     :math:`N^2` up to the j-th, the last trace comes with the inverse: :math:`\operatorname{tr} N X` is
     :math:`t_1 + \dots + t_{2j+2}`.
 
-    The inverses are in `out`, or else in `work`, three tensors like N: few enough to stay in the cache.
+    The inverses are in the first of three tensors like N to work in, the last of which is for long series only: what is
+    used should stay in the cache.
     """
     square, *rooms = work
     torch.bmm(N.mT, N.mT, out=square)
@@ -130,7 +135,7 @@ def invert_by_series(
     if size**1.5 <= small and size * _largest_norm(N) <= small:
         value = trace(N).add_(trace(square), alpha=1 / 2).add_(_inner(N, square, rooms[0]), alpha=1 / 3)
         square.diagonal(dim1=-2, dim2=-1).add_(1)
-        return torch.add(square, N.mT, out=rooms[0] if out is None else out), -value
+        return square.add_(N.mT), -value
     num_powers = _num_powers(1, size**2, size, small, eps)
     powers, first, j = square, trace(N), 1  # E, transposed
     value = torch.zeros_like(first)
@@ -138,17 +143,21 @@ def invert_by_series(
         # Each trace is divided by its exponent: what later sums have of it is weighted by the difference.
         next_odd = 2 * j + (2 if j == num_powers else 3)
         value.add_(trace(powers), alpha=1 / (2 * j) - 1 / (2 * j + 2))
-        value.add_(_inner(N, powers, rooms[j % 2]), alpha=1 / (2 * j + 1) - 1 / next_odd)
+        # The square is not needed any more when the last sum is there, which then is in a room.
+        free = square if 1 < j == num_powers else rooms[1 - j % 2]
+        value.add_(_inner(N, powers, free), alpha=1 / (2 * j + 1) - 1 / next_odd)
         if j == num_powers:
             break
-        powers = torch.baddbmm(square, square, powers, out=rooms[j % 2])
+        powers = torch.baddbmm(square, square, powers, out=rooms[1 - j % 2])
         j += 1
         if j == 2 and num_powers > 2:  # a fourth power is often much smaller than the square of a square
-            fourth = _largest_norm(torch.sub(powers, square, out=rooms[j % 2]))
+            fourth = _largest_norm(torch.sub(powers, square, out=rooms[1]))
             rests = ((2, fourth * size), (3, fourth**2))
             num_powers = min(num_powers, *(_num_powers(*rest, size, small, eps) for rest in rests))
     powers.diagonal(dim1=-2, dim2=-1).add_(1)
-    inverse = torch.baddbmm(powers, powers, N.mT, out=rooms[j % 2] if out is None else out)
+    if j == 1:
+        powers = rooms[0].copy_(powers)
+    inverse = torch.baddbmm(powers, powers, N.mT, out=square)
     last = 1 / (2 * j + 2)
     return inverse, -value.add_(_inner(N, inverse, powers), alpha=last).add_(first, alpha=1 - last)
 
