@@ -134,6 +134,22 @@ def test_checkpoints_change_no_gradient(bias, each):
     torch.testing.assert_close(found, gradients(attention_logabsdet))
 
 
+@pytest.mark.filterwarnings("ignore")  # tracing warns of every size, and of itself
+@pytest.mark.parametrize("coefficient", [None, 0.97])
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_what_is_traced_can_be_differentiated_and_follows_the_weights(num_heads, coefficient, without_shape_checks):
+    f = L2SelfAttention(4, num_heads, coefficient=coefficient).double()
+    given = 0.3 * torch.randn(3, 5, 4, dtype=torch.float64)
+    traced = torch.jit.trace_module(f, {"forward_and_logabsdet": given}, check_trace=False)
+    x = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        found, expected = (g.forward_and_logabsdet(x)[1].sum() for g in (traced, f))
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(total, x)[0] for total in (found, expected)))
+        with torch.no_grad():
+            f.B *= 0.5
+
+
 @each_kind
 def test_many_gradients_at_a_time_are_those_one_by_one(each):
     z, B, R = factors(each=each)

@@ -43,9 +43,9 @@ def test_a_series_is_as_exact_as_it_says(n, size, symmetric, dtype):
     found = invert_by_series(N.clone(), torch.full((3, *N.shape), torch.nan, dtype=dtype))
     inverses, logabsdet = exact(N)
     if found is None:
-        assert torch.linalg.vector_norm(N @ N, dim=(-2, -1)).amax() ** determinants.MAX_PRODUCTS >= 32 * n**0.5 * eps
+        assert torch.linalg.vector_norm(N @ N, dim=(-2, -1)).amax() ** determinants.MAX_PRODUCTS >= 192 * eps
         return
-    assert torch.linalg.vector_norm(found[0] - inverses, dim=(-2, -1)).amax() < 50 * n**0.5 * eps
+    assert torch.linalg.vector_norm(found[0] - inverses, dim=(-2, -1)).amax() < 300 * eps
     assert (found[1] - logabsdet).abs().max() < n * eps
 
 
@@ -55,7 +55,7 @@ def test_most_series_are_summed_rather_than_given_up(size, dtype):
     assert invert_by_series(N.clone(), torch.empty(3, *N.shape, dtype=dtype)) is not None
 
 
-@pytest.mark.parametrize(("size", "expected"), [(0.01, 1), (0.03, 2), (0.07, 3), (0.2, 5), (0.3, 6), (0.4, 9)])
+@pytest.mark.parametrize(("size", "expected"), [(0.01, 1), (0.03, 2), (0.07, 3), (0.2, 4), (0.3, 6), (0.4, 8)])
 def test_a_series_takes_no_more_products_than_it_needs(size, expected, num_products):
     N = (size * torch.eye(3)).expand(20, 3, 3).contiguous()
     inverses, logabsdet = invert_by_series(N, torch.empty(3, *N.shape))

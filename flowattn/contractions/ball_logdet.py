@@ -17,7 +17,6 @@ from flowattn.contractions.pair_desk import (
     Desk,
     Pull,
     average,
-    by_samples,
     invert_all,
     multiply_out,
     sums,
@@ -70,7 +69,7 @@ def _determinant(P: Tensor, z: Tensor, B: Tensor, R: Tensor, desk: Desk) -> tupl
         torch.sum(torch.mul(G, S[:, h].unsqueeze(-2), out=room), (1, 2), out=desk.dP[:, h])
         dSs.append(torch.mul(G, P[:, h, None, None], out=room).sum(3))
         dbs.append(torch.mul(G, desk.rows[h], out=room).sum(1))
-    dS, db = by_samples(dSs), by_samples(dbs)
+    dS, db = _by_samples(dSs), _by_samples(dbs)
     db.diagonal(dim1=-2, dim2=-1).sub_(db.sum(-2))
     dz = (columns @ db.mT).sum(2) + (dtau.mT @ t.flatten(2, 3))
     # By features first, [B, H, D, d, N], as the columns are.
@@ -78,3 +77,8 @@ def _determinant(P: Tensor, z: Tensor, B: Tensor, R: Tensor, desk: Desk) -> tupl
     dR = dR.permute(0, 1, 4, 3, 2) + tau.mT @ down
     dB = (columns.transpose(2, 3).flatten(3) @ dS.movedim(2, -1).flatten(2, 3)) * (-s / 2)
     return logabsdet, (through_weights(P, desk), *sums(desk.dt, desk), dz, dB, dR * (2 / s))
+
+
+def _by_samples(heads: list[Tensor]) -> Tensor:
+    """What there is of each head as [batch, heads, ...]."""
+    return heads[0].unsqueeze(1) if len(heads) == 1 else torch.stack(heads, 1)

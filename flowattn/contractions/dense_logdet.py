@@ -122,6 +122,7 @@ class _AttentionLogAbsDet(torch.autograd.Function):
 
 
 def _of_bias(dlogits: Tensor, bias: Tensor) -> Tensor:
+    """The gradient after a bias like this one. It fills in the diagonal: those of a softmax add up to zero."""
     dlogits.diagonal(dim1=-2, dim2=-1).sub_(dlogits.sum(-1))
     # The sum is the gradient itself, in scratch memory, if there is nothing to sum up.
     return dlogits.sum_to_size(bias.shape).clone()
@@ -199,9 +200,9 @@ def _reduced(P: Tensor, S: Tensor, desk: Desk) -> tuple[Tensor, ...]:
     # A token's own block being minus the sum of its t u^T, these have the difference of their gradient and its own.
     G.sub_(own.unsqueeze(-1))
     torch.bmm(S.flatten(1).expand(len(P), -1, -1), flat, out=desk.dP.flatten(2))
-    for h in range(heads):
+    for h in range(heads):  # du is where u is, so it comes last
         torch.sum(torch.mul(G, desk.columns[h], out=desk.room), 2, out=desk.dt[h])
         torch.sum(torch.mul(G, desk.rows[h], out=desk.room), 1, out=desk.du[h])
     of_logits = through_weights(P, desk)
-    (of_mean, of_query), (of_a, of_key) = sums(desk.dtu, desk)
-    return of_logits, of_mean, of_a, dS, of_query.sub_(of_key)
+    over_keys, over_queries = sums(desk.dtu, desk)
+    return of_logits, over_keys[0], over_queries[0], dS, over_keys[1] - over_queries[1]

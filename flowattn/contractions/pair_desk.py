@@ -6,7 +6,7 @@ Tokens come last in here, [batch, heads, width, tokens], and pairs of them, [bat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,16 +22,16 @@ class Desk:
     """Room for what there is of each pair of tokens, with the views that are wanted of it."""
 
     def __init__(self, *rooms: Tensor) -> None:
-        # As in `of`; the last is for a block of each token.
-        self.dP, self.t, self.dtu, self.matrices, self.inverses, self.spare, self.blocks = rooms
+        self.dP, self.t, self.dtu, self.matrices, self.inverses, self.spare, self.blocks = rooms  # as in `of`
         heads, features, tokens, _ = self.t.shape[1:]
         n, size = features * tokens, (features, tokens)
         #: A is not needed while there are matrices to invert, nor are their inverses once they are in A.
         pairs = len(self.t), features, features, tokens, tokens
         self.A, self.room = shaped(self.spare, pairs), shaped(self.inverses, pairs)
-        self.dt, self.du = self.dtu
-        #: Where u of a head is nobody needs it any more when there is its gradient.
-        self.dt_by_samples, self.u = self.dt.transpose(0, 1), self.du.transpose(0, 1)
+        self.dt, self.du = self.dtu[0], self.dtu[1]
+        self.dt_by_samples = self.dt.transpose(0, 1)
+        #: Its gradient is written over u of a head, so dt of that head, which needs u, comes first.
+        self.u = self.du.transpose(0, 1)
         #: Those of each head as factors of A.
         self.rows = [self.t[:, h].unsqueeze(2) for h in range(heads)]
         self.columns = [self.u[:, h].unsqueeze(1) for h in range(heads)]
@@ -117,7 +117,7 @@ def through_means(
     """The gradients after a, after the tokens by their weights, but for a factor of 2 / s, and after the logits.
 
     It takes those of the map and, in parts, of the log-determinant. The last one is in scratch memory, and zero on the
-    diagonal, which tokens do not need: rows add up to zero.
+    diagonal, which is for biases only: what makes its rows add up to zero.
     """
     dmean = torch.addcmul(g_value.mT.unsqueeze(1), of_mean, g)
     da = (dmean @ P).addcmul_(of_a, g, value=-1)
@@ -128,8 +128,3 @@ def through_means(
     dlogits.diagonal(dim1=-2, dim2=-1).zero_()  # where a token sees little but itself it is nothing but rounding
     torch.add(dlogits, dlogits.mT, out=pairs)
     return da, (z @ pairs).addcmul_(z, pairs.sum(-2, keepdim=True), value=-1), dlogits
-
-
-def by_samples(heads: Sequence[Tensor]) -> Tensor:
-    """What there is of each head as [batch, heads, ...]."""
-    return heads[0].unsqueeze(1) if len(heads) == 1 else torch.stack(list(heads), 1)

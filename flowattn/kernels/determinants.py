@@ -8,7 +8,6 @@ many small eliminations, and they lose no digits to logarithms of numbers near o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,8 +21,8 @@ from flowattn.kernels.scratch import Scratch, as_they_are
 #: More products of matrices than this take as long as elimination.
 MAX_PRODUCTS = 10
 
-#: Inverses, which are gradients, are as exact as so many units of the precision times the norm of the identity.
-UNITS = 32
+#: Inverses, which are gradients, are as exact as so many units of the precision times their own size.
+UNITS = 192
 
 #: Fewer numbers than this are eliminated before the terms are called.
 MANY = 2**14
@@ -94,7 +93,8 @@ def invert(
 ) -> Float[Tensor, " batch"]:
     """log|det(I - N)|, leaving the transposed inverses of I - N in `out`, by whichever way is faster.
 
-    It works in what there is to spare first: the less memory, the more of it is in the cache.
+    Up to two tensors like N that are `spare` are written over on the way: memory that was in use just now is in the
+    cache.
 
     Example:
         >>> out = torch.empty(1, 1, 1)
@@ -105,8 +105,9 @@ def invert(
     if len(N) > at_a_time:
         splits = (t.split(at_a_time) for t in (N, out, *spare))
         return torch.cat([invert(*parts) for parts in zip(*splits, strict=True)])
-    work = (out, *spare, *_scratch(N, *[N.shape] * (2 - len(spare))))
-    found = invert_by_series(N, work) if N.numel() >= MANY else None
+    found = None
+    if N.numel() >= MANY:
+        found = invert_by_series(N, (out, *spare, *_scratch(N, *[N.shape] * (2 - len(spare)))))
     if found is None:
         found = invert_by_elimination(N)
         out.copy_(found[0])
@@ -128,15 +129,14 @@ def invert_by_series(
     square, *rooms = work
     torch.bmm(N.mT, N.mT, out=square)
     size, eps = _largest_norm(square), torch.finfo(N.dtype).eps
-    small = UNITS * eps * math.sqrt(N.shape[-1])
-    if not size < small ** (1 / MAX_PRODUCTS):  # or NaN
+    if not size < (UNITS * eps) ** (1 / MAX_PRODUCTS):  # or NaN
         return None
     # The first test follows from the second, and is quicker.
-    if size**1.5 <= small and size * _largest_norm(N) <= small:
+    if size**1.5 <= UNITS * eps and size * _largest_norm(N) <= UNITS * eps:
         value = trace(N).add_(trace(square), alpha=1 / 2).add_(_inner(N, square, rooms[0]), alpha=1 / 3)
         square.diagonal(dim1=-2, dim2=-1).add_(1)
         return square.add_(N.mT), -value
-    num_powers = _num_powers(1, size**2, size, small, eps)
+    num_powers = _num_powers(1, size**2, size, eps)
     powers, first, j = square, trace(N), 1  # E, transposed
     value = torch.zeros_like(first)
     while True:
@@ -153,7 +153,7 @@ def invert_by_series(
         if j == 2 and num_powers > 2:  # a fourth power is often much smaller than the square of a square
             fourth = _largest_norm(torch.sub(powers, square, out=rooms[1]))
             rests = ((2, fourth * size), (3, fourth**2))
-            num_powers = min(num_powers, *(_num_powers(*rest, size, small, eps) for rest in rests))
+            num_powers = min(num_powers, *(_num_powers(*rest, size, eps) for rest in rests))
     powers.diagonal(dim1=-2, dim2=-1).add_(1)
     if j == 1:
         powers = rooms[0].copy_(powers)
@@ -162,7 +162,7 @@ def invert_by_series(
     return inverse, -value.add_(_inner(N, inverse, powers), alpha=last).add_(first, alpha=1 - last)
 
 
-def _num_powers(least: int, rest: float, size: float, small: float, eps: float) -> int:
+def _num_powers(least: int, rest: float, size: float, eps: float) -> int:
     r"""From how many powers j of the square on the rest is small, bounded so after the least of them.
 
     A bound of :math:`|N^{2j+2}|` made of norms of even powers is one of :math:`\sum |\lambda|^{2j+2}` over eigenvalues,
@@ -170,7 +170,7 @@ def _num_powers(least: int, rest: float, size: float, small: float, eps: float) 
     :math:`N^{2j+3}`. A gradient needs fewer digits than this, which is summed over all tokens.
     """
     num_powers = least
-    while rest > small or size**0.5 * rest > 8 * (2 * num_powers + 3) * eps:
+    while rest > UNITS * eps or size**0.5 * rest > 8 * (2 * num_powers + 3) * eps:
         num_powers, rest = num_powers + 1, rest * size
     return num_powers
 

@@ -49,6 +49,7 @@ def _by_grams(
             f"got {list(W.shape)} and {list(B.shape)}."
         )
     is_usual = W.shape[1] == B.shape[2] and W.dtype == B.dtype in (torch.float32, torch.float64)
+    # A trace would keep the numbers below for ever.
     if not (is_usual and can_look(W, B)) or in_forward_mode() or is_traced():
         return plain(W, B)
     with without_autocast(W):
@@ -157,7 +158,7 @@ def _two_grams(W: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _single_head_norms(W: Tensor, B: Tensor, traces: Tensor, grams: Tensor, *, keep: bool) -> tuple[Norms, Pull]:
-    # Numbers are Python's in here: to a small head a tensor of one of them is as much work as a matrix.
+    # Numbers are Python's in here: on CPU a tensor of one of them is as much work as a small matrix.
     sizes, rounding = traces.tolist(), margin(*B.shape[1:])
     shares = [[1 / sizes[0], 0], [0, 1 / sizes[1]], [0.5 / sizes[0], 0.5 / sizes[1]]]
     G = (grams.new_tensor(shares) @ grams.flatten(1)).view(3, *grams.shape[1:])
