@@ -43,9 +43,9 @@ def test_a_series_is_as_exact_as_it_says(n, size, symmetric, dtype):
     found = invert_by_series(N.clone(), torch.full((3, *N.shape), torch.nan, dtype=dtype))
     inverses, logabsdet = exact(N)
     if found is None:
-        assert torch.linalg.vector_norm(N @ N, dim=(-2, -1)).amax() ** determinants.MAX_PRODUCTS >= 192 * eps
+        assert torch.linalg.vector_norm(N @ N, dim=(-2, -1)).amax() ** determinants.MAX_PRODUCTS >= 128 * eps
         return
-    assert torch.linalg.vector_norm(found[0] - inverses, dim=(-2, -1)).amax() < 300 * eps
+    assert torch.linalg.vector_norm(found[0] - inverses, dim=(-2, -1)).amax() < 200 * eps
     assert (found[1] - logabsdet).abs().max() < n * eps
 
 

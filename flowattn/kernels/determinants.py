@@ -22,7 +22,7 @@ from flowattn.kernels.scratch import Scratch, as_they_are
 MAX_PRODUCTS = 10
 
 #: Inverses, which are gradients, are as exact as so many units of the precision times their own size.
-UNITS = 192
+UNITS = 128
 
 #: Fewer numbers than this are eliminated before the terms are called.
 MANY = 2**14
